@@ -5,24 +5,32 @@
 
 It is one JSON file on the node, root only, replaced atomically and synced to disk before the act it announces, so a
 controller, a connection or the machine itself may stop at any instant and the next run knows where things stand.
+Whoever may change it holds a lock on it for as long as its process lives: a module whose controller went away may
+still be at work when the next run arrives.
 
 Private to this collection: may change in any release.
 """
 
 from __future__ import annotations
 
+import copy
+import fcntl
 import json
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 STATE_DIR = "/var/lib/gpufleet"
 SCHEMA = 1
 
 UPGRADED, ROLLED_BACK, QUARANTINED = "upgraded", "rolled_back", "quarantined"
 OUTCOMES = (UPGRADED, ROLLED_BACK, QUARANTINED)
+
+DEBTS = ("services", "workloads")
+"""Kinds that say what was stopped and has to be started again; whoever starts it forgets them, nobody else."""
 
 
 class JournalError(Exception):
@@ -33,16 +41,16 @@ def atomic_write(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Replace ``path`` in one step and sync it: readers see the old content or the new, also after a power cut."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(name, mode)
-        os.replace(name, path)
+        temporary.chmod(mode)
+        temporary.replace(path)
     except BaseException:
-        if os.path.exists(name):
-            os.unlink(name)
+        temporary.unlink(missing_ok=True)
         raise
     directory = os.open(path.parent, os.O_RDONLY)
     try:
@@ -51,50 +59,61 @@ def atomic_write(path: Path, data: bytes, mode: int = 0o600) -> None:
         os.close(directory)
 
 
-class Journal:
-    """The journal in ``state_dir``; every changing method writes the file before it returns."""
+_EMPTY: Mapping[str, Any] = {"schema": SCHEMA, "run": None, "steps": [], "before": {}, "outcome": None}
+_SHAPE: Mapping[str, tuple[type, ...]] = {
+    "run": (dict, type(None)),
+    "steps": (list,),
+    "before": (dict,),
+    "outcome": (dict, type(None)),
+}
 
-    def __init__(self, path: Path, content: dict[str, Any], read_only: bool = False) -> None:
+
+class Journal:
+    """The journal in ``state_dir``; every changing method writes the file before it returns.
+
+    A change that cannot be written is not made in memory either: what the object says is what the file says.
+    """
+
+    def __init__(self, path: Path, content: dict[str, Any], read_only: bool = False, lock: int | None = None) -> None:
         self.path = path
         self._content = content
         self._read_only = read_only
+        self._lock = lock
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the next process have the journal; done by the end of the process at the latest."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     @classmethod
-    def open(cls, state_dir: str = STATE_DIR, read_only: bool = False) -> Journal:
+    def open(cls, state_dir: str = STATE_DIR, read_only: bool = False, lock_timeout: float = 10.0) -> Journal:
         """Read the journal, or start an empty one; ``read_only`` (check mode) keeps all changes in memory.
 
-        :raises JournalError: if the file is there but is not a journal this release can read.
+        Waits at most ``lock_timeout`` seconds for another process that may change it.
+
+        :raises JournalError: if the file is there but is not a journal this release can read, if another process
+            holds it, or if it could not be written.
         """
         path = Path(state_dir) / "journal.json"
-        empty: dict[str, Any] = {"schema": SCHEMA, "run": None, "steps": [], "before": {}, "outcome": None}
+        lock = None if read_only else _lock(path.with_name("journal.lock"), lock_timeout)
         try:
-            text = path.read_text()
-        except FileNotFoundError:
-            return cls(path, empty, read_only)
-        except OSError as exc:
-            raise JournalError(f"cannot read {path}: {exc.strerror}") from exc
-        try:
-            content = json.loads(text)
-        except ValueError as exc:
-            raise JournalError(
-                f"{path} is damaged ({exc}); what the node was like before the upgrade is recorded only there. "
-                f"Look at it, set the node right by hand, then move the file away"
-            ) from exc
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA or not empty.keys() <= content.keys():
-            found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-            raise JournalError(
-                f"{path} has schema {found!r}, this release reads {SCHEMA}; "
-                f"finish the run with the release that began it, or move the file away"
-            )
-        return cls(path, content, read_only)
+            return cls(path, _read(path), read_only, lock)
+        except JournalError:
+            if lock is not None:
+                os.close(lock)
+            raise
 
     @property
-    def run(self) -> Optional[Mapping[str, Any]]:
+    def run(self) -> Mapping[str, Any] | None:
         """The run that owns the node: id, target, previous, begun (Unix seconds); None if none was begun."""
         return self._content["run"]
 
     @property
-    def outcome(self) -> Optional[Mapping[str, Any]]:
+    def outcome(self) -> Mapping[str, Any] | None:
         """How the run ended on this node: name, reason, next, at; None while it is unfinished."""
         return self._content["outcome"]
 
@@ -109,29 +128,50 @@ class Journal:
     def as_dict(self) -> dict[str, Any]:
         return {**self._content, "unfinished": self.unfinished}
 
-    def begin(self, run_id: str, target: str, previous: Optional[str], now: float) -> bool:
-        """Begin a run, or go on with an unfinished one (which keeps what it knows of before). True if new."""
-        if self.unfinished:
-            if self._content["run"]["id"] != run_id:
-                self._content["run"].setdefault("earlier_ids", []).append(self._content["run"]["id"])
-                self._content["run"]["id"] = run_id
-                self._content["run"]["target"] = target
-                self._write()
+    def begin(self, run_id: str, target: str, previous: str | None, now: float) -> bool:
+        """Begin a run; True if it is new.
+
+        A run that never ended here, or ended in quarantine, is gone on with under the new id: what it remembers of
+        before is still the only record of how the node was. A new run keeps nothing of an ended one but its
+        :data:`DEBTS`.
+        """
+        draft = self._draft()
+        run = draft["run"]
+        if run is not None and (draft["outcome"] is None or draft["outcome"]["name"] == QUARANTINED):
+            if run["id"] != run_id:
+                run.setdefault("earlier_ids", []).append(run["id"])
+            run.update(id=run_id, target=target)
+            draft["outcome"] = None
+            self._write(draft)
             return False
-        self._content.update(
-            run={"id": run_id, "target": target, "previous": previous, "begun": now}, steps=[], before={}, outcome=None
+        draft.update(
+            run={"id": run_id, "target": target, "previous": previous, "begun": now},
+            steps=[],
+            before={kind: value for kind, value in draft["before"].items() if kind in DEBTS},
+            outcome=None,
         )
-        self._write()
+        self._write(draft)
         return True
 
     def remember(self, kind: str, value: Any) -> bool:
         """Keep how something was before we touched it. The first write wins, so a re-run cannot overwrite the truth
         with what it has itself changed. True if it was written."""
-        if kind in self._content["before"]:
+        draft = self._draft()
+        if kind in draft["before"]:
             return False
-        self._content["before"][kind] = value
-        self._write()
+        draft["before"][kind] = value
+        self._write(draft)
         return True
+
+    def remember_each(self, kind: str, values: Mapping[str, Any]) -> list[str]:
+        """As :meth:`remember`, for a mapping in which the first write of each key wins. The keys that were written."""
+        draft = self._draft()
+        kept = draft["before"].setdefault(kind, {})
+        new = [key for key in values if key not in kept]
+        if new or kind not in self._content["before"]:
+            kept.update((key, values[key]) for key in new)
+            self._write(draft)
+        return new
 
     def before(self, kind: str) -> Any:
         """What :meth:`remember` kept, or None."""
@@ -139,36 +179,103 @@ class Journal:
 
     def forget(self, kind: str) -> None:
         """Drop what was remembered, once it has been put back."""
-        if self._content["before"].pop(kind, None) is not None:
-            self._write()
+        draft = self._draft()
+        if draft["before"].pop(kind, None) is not None:
+            self._write(draft)
 
     def start(self, step: str, now: float) -> None:
         """Announce a step before it is done."""
-        self._content["steps"].append({"name": step, "state": "started", "at": now})
-        self._write()
+        draft = self._draft()
+        draft["steps"].append({"name": step, "state": "started", "at": now})
+        self._write(draft)
 
     def end(self, step: str, now: float, state: str = "done", **detail: Any) -> None:
         """Close the last entry of ``step`` with ``state`` done or failed."""
-        for entry in reversed(self._content["steps"]):
+        draft = self._draft()
+        for entry in reversed(draft["steps"]):
             if entry["name"] == step and entry["state"] == "started":
                 entry.update(state=state, ended=now, **({"detail": detail} if detail else {}))
-                self._write()
+                self._write(draft)
                 return
         raise JournalError(f"{self.path}: step {step!r} was never started")
 
-    def last(self, step: str) -> Optional[Mapping[str, Any]]:
+    def last(self, step: str) -> Mapping[str, Any] | None:
         """The latest entry of ``step``, or None."""
         return next((entry for entry in reversed(self._content["steps"]) if entry["name"] == step), None)
 
-    def finish(self, outcome: str, reason: str, next_command: Optional[str], now: float) -> None:
+    def finish(self, outcome: str, reason: str, next_command: str | None, now: float) -> None:
         """Close the run on this node with one of :data:`OUTCOMES`."""
-        self._content["outcome"] = {"name": outcome, "reason": reason, "next": next_command, "at": now}
-        self._write()
+        draft = self._draft()
+        draft["outcome"] = {"name": outcome, "reason": reason, "next": next_command, "at": now}
+        self._write(draft)
 
-    def _write(self) -> None:
-        if self._read_only:
-            return
+    def _draft(self) -> dict[str, Any]:
+        return copy.deepcopy(self._content)
+
+    def _write(self, draft: dict[str, Any]) -> None:
+        if not self._read_only:
+            try:
+                atomic_write(self.path, (json.dumps(draft, indent=1, sort_keys=True) + "\n").encode())
+            except OSError as exc:
+                raise JournalError(f"cannot write {self.path}: {exc.strerror}; nothing was done") from exc
+        self._content = draft
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return copy.deepcopy(dict(_EMPTY))
+    except OSError as exc:
+        raise JournalError(f"cannot read {path}: {exc.strerror}") from exc
+    try:
+        content = json.loads(data)
+    except ValueError as exc:
+        raise JournalError(
+            f"{path} is damaged ({exc}); what the node was like before the upgrade is recorded only there. "
+            f"Look at it, set the node right by hand, then move the file away"
+        ) from exc
+    found = content.get("schema") if isinstance(content, dict) else type(content).__name__
+    if found != SCHEMA:
+        raise JournalError(
+            f"{path} has schema {found!r}, this release reads {SCHEMA}; "
+            f"finish the run with the release that began it, or move the file away"
+        )
+    odd = [key for key, types in _SHAPE.items() if not isinstance(content.get(key, 0), types)]
+    if odd:
+        raise JournalError(
+            f"{path} has no usable {', '.join(odd)}, so something else has written it; "
+            f"look at it, set the node right by hand, then move the file away"
+        )
+    return content
+
+
+def _lock(path: Path, timeout: float) -> int:
+    """Hold ``path`` with a POSIX record lock, which a forked child does not inherit: one that hangs in the driver for
+    ever must not keep the node's journal."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as exc:
+        raise JournalError(f"cannot open {path}: {exc.strerror}; nothing was done") from exc
+    deadline = time.monotonic() + timeout
+    while True:
         try:
-            atomic_write(self.path, (json.dumps(self._content, indent=1, sort_keys=True) + "\n").encode())
-        except OSError as exc:
-            raise JournalError(f"cannot write {self.path}: {exc.strerror}; nothing was done") from exc
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(descriptor)
+            raise JournalError(
+                f"another module of this collection (pid {owner}) is still at work on this node and holds {path}; "
+                f"nothing was done. See what it does with: ps -o pid,stat,lstart,args -p {owner}"
+            ) from None
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except OSError:
+        pass  # the pid is only for the message above; a full disk is reported by the first write of the journal
+    return descriptor
