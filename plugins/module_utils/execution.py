@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 DEADLINE_RC = 124
 """Exit status reported for a command that ran past its deadline, as coreutils' timeout does."""
@@ -58,7 +58,7 @@ class Outcome:
     """What a function run by :func:`call` did: its value, or the text of its error, or that it never returned."""
 
     value: Any = None
-    error: Optional[str] = None
+    error: str | None = None
     timed_out: bool = False
 
     @property
@@ -74,8 +74,8 @@ def run(
     argv: Sequence[str],
     *,
     timeout: float,
-    env: Optional[Mapping[str, str]] = None,
-    stdin: Optional[str] = None,
+    env: Mapping[str, str] | None = None,
+    stdin: str | None = None,
 ) -> Completed:
     """Run ``argv`` without a shell, in its own session and the C locale, for at most ``timeout`` seconds.
 
@@ -169,7 +169,7 @@ def _child(function: Callable[..., Any], args: tuple[Any, ...], write_end: int) 
         os._exit(0)
 
 
-def _reap(pid: int, *, kill: bool) -> Optional[int]:
+def _reap(pid: int, *, kill: bool) -> int | None:
     if kill:
         try:
             os.kill(pid, signal.SIGKILL)

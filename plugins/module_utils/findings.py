@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 
@@ -26,7 +26,7 @@ class Finding:
     level: str
     message: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    next: Optional[str] = None
+    next: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import total_ordering
-from typing import Optional
 
 _VERSION = re.compile(r"\d{2,4}\.\d{1,3}(?:\.\d{1,3})?")
 _PACKAGE = re.compile(rf"^(?:\d+:)?(?P<version>{_VERSION.pattern})(?=$|[-_~+])")
@@ -53,13 +52,13 @@ class DriverVersion:
         return hash(self.fields)
 
 
-def find(text: str) -> Optional[DriverVersion]:
+def find(text: str) -> DriverVersion | None:
     """The first driver version in running text, or None."""
     found = re.search(rf"(?<![\d.]){_VERSION.pattern}(?![\d.])", text)
     return DriverVersion.parse(found.group()) if found else None
 
 
-def of_package(package_version: str) -> Optional[DriverVersion]:
+def of_package(package_version: str) -> DriverVersion | None:
     """The driver version inside a deb or rpm version, or None if it holds none.
 
     ``3:570.86.10-1.el9`` → 570.86.10; ``550.107.02-0ubuntu0.24.04.1`` → 550.107.02;

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: GPL-3.0-or-later
+# make help lists the targets. Everything is set up on first use and cached under ~/.cache/gpufleet.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint unit sanity integration molecule metal bench lab-hosts lab-metal lab-stop clean
+
+LAB ?= .build/lab
+NODES ?= 3
+
+help: ## Show this help
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Install what the tests and labs need (done by every other target)
+	@tests/setup
+
+demo: setup ## Upgrade a small lab fleet while it works, and write report.html
+	@tests/demo
+
+test: ## Everything: lint, unit, sanity, integration, Molecule, metal
+	@tests/run
+
+lint unit sanity integration molecule metal: ## One part of the tests
+	@tests/run $@
+
+bench: setup ## Run all benchmarks, or one with NAME=holders_vs_lsof
+	@tests/bench/run $(NAME)
+
+lab-hosts: setup ## Start a lab of containers (NODES=3) and print its inventory
+	@tests/lab/hosts/lab up --nodes $(NODES) --state $(LAB)/hosts
+
+lab-metal: setup ## Start a lab of virtual machines (NODES=3) and print its inventory
+	@tests/lab/metal/lab up --nodes $(NODES) --state $(LAB)/metal
+
+lab-stop: ## Stop both labs
+	@for lab in hosts metal; do [ ! -d $(LAB)/$$lab ] || tests/lab/$$lab/lab down --state $(LAB)/$$lab; done
+
+clean: lab-stop ## Remove what was built in this checkout (the cache stays)
+	@rm -rf .build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,32 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The action behind every module of this collection that runs on a node (routed here by meta/runtime.yml).
+
+Ansible drops an unreachable host from the play: ``rescue`` never runs for it, and neither ``max_fail_percentage`` nor
+``any_errors_fatal`` keeps the next batch from starting. A node lost in the middle of an upgrade must instead be a
+failed node, so that it is rescued, counted and reported. Nothing else is changed about running the module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ansible.errors import AnsibleConnectionFailure
+from ansible.plugins.action import ActionBase
+
+
+class ActionModule(ActionBase):  # type: ignore[misc]
+    _supports_async = True
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        variables = task_vars or {}
+        result: dict[str, Any] = super().run(None, variables)
+        try:
+            result.update(self._execute_module(task_vars=variables, wrap_async=self._task.async_val))
+        except AnsibleConnectionFailure as exc:
+            node = variables.get("inventory_hostname", "the node")
+            result.update(failed=True, lost=True, msg=f"{node} stopped answering during {self._task.action}: {exc}")
+        else:
+            self._remove_tmp_path(self._connection._shell.tmpdir)
+        return result

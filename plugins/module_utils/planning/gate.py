@@ -1,0 +1,58 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The gate before each batch: may the upgrade go on?
+
+Ansible's own brakes do not hold for unreachable hosts, nor for failures that were rescued (ansible/ansible#56265), so
+the decision is made here, from what is known of every node.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+GOOD = frozenset({"upgraded", "already"})
+"""Outcomes that count as success; every other outcome counts against the budget."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """``open`` says whether the next batch may start; ``reasons`` says why not, in whole sentences."""
+
+    open: bool
+    failed: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+def decide(
+    outcomes: Mapping[str, str],
+    lost: Collection[str],
+    *,
+    max_failed: int,
+    now: float,
+    not_after: float | None = None,
+    batch_seconds: float = 0.0,
+    stop_requested: str | None = None,
+) -> Gate:
+    """:param outcomes: node → outcome, of every node whose turn has come; nodes still to come are absent
+    :param lost: nodes that Ansible dropped from the play, whatever their outcome says
+    :param max_failed: how many nodes may fail before the run stops
+    :param now: Unix time; ``not_after`` (end of the maintenance window) likewise
+    :param batch_seconds: how long one batch is expected to take
+    :param stop_requested: what asked for a stop, for example the path of a stop file
+    """
+    failed = tuple(sorted(set(lost) | {node for node, outcome in outcomes.items() if outcome not in GOOD}))
+    reasons = []
+    if len(failed) > max_failed:
+        told = ", ".join(f"{node} ({'lost' if node in lost else outcomes[node]})" for node in failed[:10])
+        more = f" and {len(failed) - 10} more" if len(failed) > 10 else ""
+        reasons.append(f"{len(failed)} failed, at most {max_failed} may: {told}{more}")
+    if not_after is not None and now + batch_seconds > not_after:
+        left = max(0, round(not_after - now))
+        reasons.append(f"the maintenance window ends in {left} s and a batch takes {round(batch_seconds)} s")
+    if stop_requested:
+        reasons.append(f"a stop was asked for by {stop_requested}")
+    return Gate(not reasons, failed, tuple(reasons))

@@ -1,0 +1,122 @@
+#!/usr/bin/python
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: upgrade_gate
+version_added: 1.0.0
+short_description: Decide whether the next batch of an upgrade may start
+description:
+  - Compares what became of every node so far with the failure budget, the maintenance window and a stop file.
+  - Run it once at the head of each batch, on the controller. Ansible's C(max_fail_percentage) and
+    C(any_errors_fatal) do not stop later batches for a node that was lost or rescued; this does.
+author: gpufleet.driver contributors (@gpufleet)
+extends_documentation_fragment:
+  - gpufleet.driver.attributes
+attributes:
+  check_mode:
+    support: full
+  diff_mode:
+    support: N/A
+    details: This module changes nothing.
+  idempotent:
+    support: full
+options:
+  outcomes:
+    description: What became of each node whose turn has come, as a dictionary of node name to outcome.
+    type: dict
+    required: true
+  lost:
+    description: Names of the nodes Ansible has dropped from the play.
+    type: list
+    elements: str
+    default: []
+  max_failed:
+    description: How many nodes may fail before the upgrade stops.
+    type: int
+    default: 0
+  not_after:
+    description: End of the maintenance window in Unix seconds. V(0) is no window.
+    type: float
+    default: 0
+  batch_seconds:
+    description: How long a batch is expected to take, in seconds. A batch that cannot finish in time is not started.
+    type: float
+    default: 0
+  stop_file:
+    description: Path on the controller; if a file is there, no further batch starts.
+    type: path
+seealso:
+  - module: gpufleet.driver.upgrade_plan
+"""
+
+EXAMPLES = r"""
+- name: May this batch start?
+  gpufleet.driver.upgrade_gate:
+    outcomes: {gpu-node-01: upgraded, gpu-node-02: rolled_back}
+    lost: "{{ ansible_play_hosts_all | difference(ansible_play_hosts) }}"
+    stop_file: /run/gpufleet-stop
+  delegate_to: localhost
+  run_once: true
+  register: gate
+
+- name: Stop here, and go on to the report
+  ansible.builtin.meta: end_play
+  when: not gate.open
+"""
+
+RETURN = r"""
+open:
+  description: Whether the next batch may start.
+  type: bool
+  returned: always
+failed_nodes:
+  description: The nodes that count against the budget.
+  type: list
+  elements: str
+  returned: always
+reasons:
+  description: Why the gate is closed; empty if it is open.
+  type: list
+  elements: str
+  returned: always
+"""
+
+import time
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import decide
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "outcomes": {"type": "dict", "required": True},
+            "lost": {"type": "list", "elements": "str", "default": []},
+            "max_failed": {"type": "int", "default": 0},
+            "not_after": {"type": "float", "default": 0},
+            "batch_seconds": {"type": "float", "default": 0},
+            "stop_file": {"type": "path"},
+        },
+        supports_check_mode=True,
+    )
+    options = module.params
+    stop_file = options["stop_file"]
+    gate = decide(
+        options["outcomes"],
+        options["lost"],
+        max_failed=options["max_failed"],
+        now=time.time(),
+        not_after=options["not_after"] or None,
+        batch_seconds=options["batch_seconds"],
+        stop_requested=stop_file if stop_file and Path(stop_file).exists() else None,
+    )
+    module.exit_json(changed=False, open=gate.open, failed_nodes=list(gate.failed), reasons=list(gate.reasons))
+
+
+if __name__ == "__main__":
+    main()

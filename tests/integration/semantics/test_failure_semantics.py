@@ -1,0 +1,133 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What Ansible does by itself when a node fails or vanishes, and what it does with the parts of this collection.
+
+Each pair of tests plays the same accident twice. If Ansible ever changes its mind, the first of the pair fails and says
+that a part here has become needless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+STEP = "      - {name: step, ansible.builtin.shell: 'echo {{ inventory_hostname }} >> {{ touched }}'}\n"
+VANISH = """
+      - name: vanish
+        ansible.builtin.ping:
+        vars: {ansible_connection: ssh, ansible_port: 1, ansible_host: 127.0.0.1}
+        when: inventory_hostname == 'a'
+"""
+GATE = """
+      - name: gate
+        gpufleet.driver.upgrade_gate:
+          outcomes: "{{ dict(judged | zip(judged | map('extract', hostvars, ['gpu_outcome', 'name']))) }}"
+          lost: "{{ ansible_play_hosts_all | difference(ansible_play_hosts) }}"
+        vars:
+          judged: >-
+            {{ ansible_play_hosts_all | map('extract', hostvars) | selectattr('gpu_outcome', 'defined')
+               | map(attribute='inventory_hostname') | list }}
+        delegate_to: localhost
+        run_once: true
+        register: gate
+      - {ansible.builtin.meta: end_play, when: not gate.open}
+"""
+REPORT = """
+- hosts: localhost
+  gather_facts: false
+  tasks:
+    - {ansible.builtin.debug: {msg: the report was written}}
+"""
+
+
+def head(keywords: str = "") -> str:
+    return f"- hosts: gpu_nodes\n  serial: 2\n  gather_facts: false\n{keywords}  tasks:\n"
+
+
+@pytest.mark.parametrize("brake", ["  max_fail_percentage: 0\n", "  any_errors_fatal: true\n"])
+def test_ansible_alone_starts_batch_2_after_an_unreachable_host(play: Callable, brake: str) -> None:
+    assert "c" in play(head(brake) + VANISH + STEP).touched
+
+
+def test_with_the_gate_batch_2_never_starts_after_an_unreachable_host(play: Callable) -> None:
+    played = play(head() + GATE + VANISH + STEP + REPORT)
+    assert played.touched == ["b"]
+    assert "the report was written" in played.output
+
+
+FAIL_IN_ALWAYS = """
+      - name: block with only always
+        block:
+          - {ansible.builtin.fail: {msg: broken}, when: inventory_hostname == 'a'}
+        always:
+          - {ansible.builtin.debug: {msg: tidy up}}
+"""
+
+
+def test_ansible_alone_starts_batch_2_after_a_failure_in_a_block_with_always(play: Callable) -> None:
+    assert "c" in play(head("  max_fail_percentage: 0\n") + FAIL_IN_ALWAYS + STEP).touched
+
+
+def test_with_the_gate_a_failure_in_a_block_with_always_stops(play: Callable) -> None:
+    assert play(head() + GATE + FAIL_IN_ALWAYS + STEP).touched == ["b"]
+
+
+RESCUED = """
+      - name: rescued
+        block:
+          - {ansible.builtin.fail: {msg: broken}, when: inventory_hostname == 'a'}
+          - {ansible.builtin.set_fact: {gpu_outcome: {name: upgraded}}}
+        rescue:
+          - {ansible.builtin.set_fact: {gpu_outcome: {name: rolled_back}}}
+"""
+
+
+def test_ansible_alone_calls_a_rescued_upgrade_a_success(play: Callable) -> None:
+    played = play(head("  max_fail_percentage: 0\n") + RESCUED + STEP)
+    assert sorted(played.touched) == ["a", "b", "c", "d"] and played.rc == 0
+
+
+def test_with_the_gate_a_rescued_upgrade_is_a_failed_one(play: Callable) -> None:
+    played = play(head() + GATE + RESCUED + STEP)
+    assert sorted(played.touched) == ["a", "b"]
+
+
+def test_ansible_alone_skips_a_run_once_task_whose_first_host_is_skipped(play: Callable) -> None:
+    once = (
+        "      - {ansible.builtin.debug: {msg: ran for everybody}, run_once: true, when: inventory_hostname != 'a'}\n"
+    )
+    assert play(head() + once).output.count("for everybody") == 1
+
+
+def test_the_gate_runs_in_every_batch_though_the_first_host_has_nothing_to_do(play: Callable) -> None:
+    skip_first = "      - {ansible.builtin.debug: {msg: work}, when: \"inventory_hostname not in ['a', 'c']\"}\n"
+    played = play(head() + GATE + skip_first + STEP)
+    assert sorted(played.touched) == ["a", "b", "c", "d"]
+    assert played.output.count("TASK [gate]") == 2
+
+
+UNREACHABLE_NODE = "-e", '{"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_port": 1}'
+
+
+def test_ansible_alone_does_not_rescue_an_unreachable_host(play: Callable) -> None:
+    rescue = """
+      - block:
+          - ansible.builtin.ping:
+        rescue:
+          - {ansible.builtin.debug: {msg: rescued it}}
+"""
+    played = play(head() + rescue, *UNREACHABLE_NODE)
+    assert "rescued it" not in played.output and "UNREACHABLE" in played.output
+
+
+def test_a_node_lost_during_one_of_our_modules_is_rescued(play: Callable) -> None:
+    rescue = """
+      - block:
+          - gpufleet.driver.driver_info:
+        rescue:
+          - {ansible.builtin.debug: {msg: "rescued it, lost is {{ ansible_failed_result.lost }}"}}
+"""
+    played = play(head() + rescue, *UNREACHABLE_NODE)
+    assert "rescued it, lost is True" in played.output and "unreachable=0" in played.output

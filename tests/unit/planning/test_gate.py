@@ -1,0 +1,39 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import decide
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "lost", "options", "reason"),
+    [
+        pytest.param({}, [], {}, None, id="first batch"),
+        pytest.param({"a": "upgraded", "b": "already"}, [], {}, None, id="all good"),
+        pytest.param({"a": "rolled_back"}, [], {}, "a (rolled_back)", id="A-ANS-01 rescued is still failed"),
+        pytest.param({}, ["a"], {}, "a (lost)", id="A-ANS-02 unreachable counts"),
+        pytest.param({"a": "upgraded"}, ["a"], {}, "a (lost)", id="lost after it was upgraded"),
+        pytest.param({"a": "quarantined"}, [], {"max_failed": 1}, None, id="within the budget"),
+        pytest.param({"a": "refused", "b": "lost"}, [], {"max_failed": 1}, "2 failed, at most 1 may", id="over it"),
+        pytest.param({"a": "an outcome nobody knows"}, [], {}, "nobody knows", id="unknown outcome is not success"),
+        pytest.param({}, [], {"not_after": 160.0, "batch_seconds": 60}, None, id="just fits the window"),
+        pytest.param({}, [], {"not_after": 159.0, "batch_seconds": 60}, "window ends in 59 s", id="does not fit"),
+        pytest.param({}, [], {"not_after": 50.0}, "window ends in 0 s", id="window is over"),
+        pytest.param({}, [], {"stop_requested": "/run/stop"}, "/run/stop", id="stop file"),
+    ],
+)
+def test_gate(outcomes: dict[str, str], lost: list[str], options: dict[str, Any], reason: str | None) -> None:
+    gate = decide(outcomes, lost, now=100.0, **{"max_failed": 0, **options})
+    assert gate.open is (reason is None)
+    assert reason is None or reason in gate.reasons[0]
+
+
+def test_every_reason_is_told_and_long_lists_are_cut() -> None:
+    gate = decide({f"n{i:02}": "lost" for i in range(15)}, [], max_failed=3, now=10, not_after=5, stop_requested="x")
+    assert len(gate.reasons) == 3 and len(gate.failed) == 15
+    assert "and 5 more" in gate.reasons[0]
