@@ -29,7 +29,7 @@ SCHEMA = 1
 UPGRADED, ROLLED_BACK, QUARANTINED = "upgraded", "rolled_back", "quarantined"
 OUTCOMES = (UPGRADED, ROLLED_BACK, QUARANTINED)
 
-DEBTS = ("services", "workloads")
+DEBTS = ("services", "dcgm", "workloads")
 """Kinds that say what was stopped and has to be started again; whoever starts it forgets them, nobody else."""
 
 
