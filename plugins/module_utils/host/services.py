@@ -241,13 +241,16 @@ class Services:
         stopping = [name for name in up if name != detach and not name.endswith(".target")]
         holding = [name for name in survey.order if name != detach]
         changed = bool(stopping or survey.mps or self.hold.missing(holding) or (detach and not detached))
+        before = {name: unit.active for name, unit in survey.units.items() if unit.present}
+        after = {**before, **dict.fromkeys(stopping, "inactive")}
         result: dict[str, Any] = {
             "changed": changed,
             "stopped": stopping,
             "detached": [detach] if detach else [],
             "mps": [daemon.directory for daemon in survey.mps],
             "kept": survey.kept,
-            "services": {name: unit.active for name, unit in survey.units.items() if unit.present},
+            "services": after,
+            "diff": {"before": before, "after": after},
         }
         if check:
             return result
@@ -356,21 +359,26 @@ class Services:
         wanted = sorted((n for n in names if records[n]["up"]), key=lambda n: records[n]["order"], reverse=True)
         running = {daemon.directory for daemon in find_mps(self.proc)}
         mps = [name[len("mps:") :] for name in records if name.startswith("mps:")]
+        start = [name for name in wanted if not up(name)]
+        before = {name: unit.active for name, unit in shown.items() if unit.present}
+        after = {**before, **dict.fromkeys(start, "active")}
         result: dict[str, Any] = {
             "changed": bool(records or self.hold.held()),
-            "started": [name for name in wanted if not up(name)],
+            "started": start,
             "attached": [name for name in wanted if records[name]["detach"] and up(name)],
             "mps": [directory for directory in mps if directory not in running],
             "left_stopped": [n for n in sorted(names) if not records[n]["up"] and by_name[n].present and not up(n)],
-            "failed": [],
-            "services": {name: unit.active for name, unit in shown.items() if unit.present},
+            "failed_units": [],
+            "services": after,
+            "diff": {"before": before, "after": after},
         }
         if check or not result["changed"]:
             return result
         self.journal.start("restore services", self.now())
         failed = self._restore(records, wanted, by_name, result, timeout)
-        result["services"] = {name: unit.active for name, unit in self.systemd.show(names).items() if unit.present}
-        result["failed"] = sorted(failed)
+        after = {name: unit.active for name, unit in self.systemd.show(names).items() if unit.present}
+        result.update(services=after, diff={"before": before, "after": after})
+        result["failed_units"] = sorted(failed)
         if failed:
             message = "not back as before the upgrade: " + "; ".join(failed[name] for name in sorted(failed))
             self.journal.end("restore services", self.now(), state="failed", reason=message)

@@ -1,0 +1,154 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Plain machines, on which no scheduler places work.
+
+Out of service may still mean something, to a load balancer or a monitor; commands given by the user say what. Whose
+doing it was is kept in a file on the machine where this runs, since there is no other place that knows all nodes.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Callable
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import statefile
+from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (
+    Mark,
+    NodeResult,
+    Scheduler,
+    SchedulerError,
+    State,
+)
+
+FILE, SCHEMA = "cordons.json", 1
+
+_IN_SERVICE, _OUT_OF_SERVICE = 0, 1
+
+
+class _NodeError(Exception):
+    """This node cannot be dealt with."""
+
+
+class Hosts(Scheduler):
+    """Cordons by ``cordon_command`` and ``uncordon_command``, argument lists in which ``{node}`` stands for the name.
+
+    ``state_command`` exits with 0 if the node is in service and 1 if it is out of service. Without commands a node is
+    out of service if it is marked, and that is all there is to it. Each command has ``timeout`` seconds; at most
+    ``workers`` nodes are dealt with at a time.
+    """
+
+    def __init__(
+        self,
+        run: Runner,
+        state_dir: str,
+        cordon_command: Sequence[str] | None = None,
+        uncordon_command: Sequence[str] | None = None,
+        state_command: Sequence[str] | None = None,
+        timeout: float = 60,
+        workers: int = 16,
+    ) -> None:
+        if bool(cordon_command) != bool(uncordon_command):
+            raise SchedulerError("cordon_command and uncordon_command belong together; only one of them was given")
+        self._run = run
+        self._path = Path(state_dir) / FILE
+        self._cordon, self._uncordon, self._state = cordon_command, uncordon_command, state_command
+        self._timeout = timeout
+        self._workers = workers
+
+    def cordon(self, nodes: Sequence[str], mark: Mark, check: bool = False) -> dict[str, NodeResult]:
+        return self._each(nodes, lambda node: self._take_out(node, mark, check))
+
+    def uncordon(self, nodes: Sequence[str], mark: Mark, check: bool = False) -> dict[str, NodeResult]:
+        return self._each(nodes, lambda node: self._put_back(node, check))
+
+    def _each(self, nodes: Sequence[str], act: Callable[[str], NodeResult]) -> dict[str, NodeResult]:
+        self._marks()  # a file that cannot be read is everybody's trouble, not the first node's
+
+        def one(node: str) -> NodeResult:
+            try:
+                return act(node)
+            except (_NodeError, statefile.StateFileError) as exc:
+                return NodeResult(None, None, failed=True, msg=f"{node}: {exc}")
+
+        distinct = list(dict.fromkeys(nodes))
+        with ThreadPoolExecutor(max_workers=max(1, min(self._workers, len(distinct)))) as pool:
+            return dict(zip(distinct, pool.map(one, distinct)))
+
+    def _take_out(self, node: str, mark: Mark, check: bool) -> NodeResult:
+        before = self._look(node)
+        if before.cordoned and not before.ours:
+            return NodeResult(before, before, msg=f"{node} was out of service before; it will be left so")
+        wanted = State(True, True, mark.run_id)
+        if before == wanted:
+            return NodeResult(before, before)
+        if check:
+            return NodeResult(before, wanted, changed=True)
+        # the mark comes first: a crash between the two must not make our own doing look like somebody else's
+        self._set_mark(node, {"run_id": mark.run_id, "at": mark.at})
+        if not before.cordoned:
+            said = self._tell(self._cordon, node)
+            out = self._is_out(node) if self._state else said is None or said.ok
+            if not out:
+                self._set_mark(node, None)
+                raise _NodeError(_refused(said, "it is still in service"))
+        return NodeResult(before, wanted, changed=True)
+
+    def _put_back(self, node: str, check: bool) -> NodeResult:
+        before = self._look(node)
+        marked = node in self._marks()
+        if not marked:
+            left = f"{node} was not taken out of service by this collection; it is left as it is"
+            return NodeResult(before, before, msg=left if before.cordoned else "")
+        wanted = State(False)
+        if check:
+            return NodeResult(before, wanted, changed=True)
+        if before.cordoned:
+            said = self._tell(self._uncordon, node)
+            out = self._is_out(node) if self._state else said is not None and not said.ok
+            if out:
+                raise _NodeError(_refused(said, "it is still out of service"))
+        self._set_mark(node, None)
+        return NodeResult(before, wanted, changed=True)
+
+    def _look(self, node: str) -> State:
+        mark = self._marks().get(node)
+        run_id = str(mark["run_id"]) if mark else None
+        if self._is_out(node) if self._state else mark is not None:
+            return State(True, mark is not None, run_id)
+        return State(False)
+
+    def _is_out(self, node: str) -> bool:
+        said = self._tell(self._state, node)
+        if said is None or said.rc not in (_IN_SERVICE, _OUT_OF_SERVICE):
+            found = said.describe() if said else "no state_command"
+            raise _NodeError(f"cannot tell whether it is in service ({found}); expected exit status 0 (in) or 1 (out)")
+        return said.rc == _OUT_OF_SERVICE
+
+    def _tell(self, command: Sequence[str] | None, node: str) -> Completed | None:
+        if not command:
+            return None
+        return self._run([word.replace("{node}", node) for word in command], timeout=self._timeout)
+
+    def _marks(self) -> dict[str, Any]:
+        nodes = statefile.read(self._path, SCHEMA).get("nodes", {})
+        if not isinstance(nodes, dict) or not all(isinstance(m, dict) and "run_id" in m for m in nodes.values()):
+            raise SchedulerError(
+                f"{self._path} does not say which run took which node out of service; see which nodes are out, "
+                f"then move it away: mv {self._path} {self._path}.bad"
+            )
+        return nodes
+
+    def _set_mark(self, node: str, mark: dict[str, Any] | None) -> None:
+        with statefile.locked(self._path, SCHEMA) as (content, save):
+            nodes = {name: kept for name, kept in content.get("nodes", {}).items() if name != node}
+            save({"nodes": {**nodes, **({node: mark} if mark else {})}})
+
+
+def _refused(said: Completed | None, found: str) -> str:
+    return f"{said.describe()}, and {found}; run that command by hand" if said else f"there is no command, and {found}"
