@@ -32,6 +32,9 @@ OUTCOMES = (UPGRADED, ROLLED_BACK, QUARANTINED)
 DEBTS = ("services", "dcgm", "workloads")
 """Kinds that say what was stopped and has to be started again; whoever starts it forgets them, nobody else."""
 
+CORDON = "cordon"
+"""Kind that says whether somebody else had taken the node out of service; over once the node is given back."""
+
 
 class JournalError(Exception):
     """The journal cannot be read or written; the text says which file and what to do about it."""
@@ -153,6 +156,22 @@ class Journal:
         self._write(draft)
         return True
 
+    def reopen(self, run_id: str) -> None:
+        """Go on, under a new id, with a run that has ended: to bring a node back to what the run remembers.
+
+        :raises JournalError: if no run was ever begun here, so that nothing is remembered.
+        """
+        draft = self._draft()
+        run = draft["run"]
+        if run is None:
+            raise JournalError(f"{self.path} knows of no run on this node; there is nothing to go back to")
+        if run["id"] != run_id:
+            run.setdefault("earlier_ids", []).append(run["id"])
+            run["id"] = run_id
+        draft["outcome"] = None
+        if draft != self._content:
+            self._write(draft)
+
     def remember(self, kind: str, value: Any) -> bool:
         """Keep how something was before we touched it. The first write wins, so a re-run cannot overwrite the truth
         with what it has itself changed. True if it was written."""
@@ -207,6 +226,8 @@ class Journal:
         """Close the run on this node with one of :data:`OUTCOMES`."""
         draft = self._draft()
         draft["outcome"] = {"name": outcome, "reason": reason, "next": next_command, "at": now}
+        if outcome != QUARANTINED:
+            draft["before"].pop(CORDON, None)
         self._write(draft)
 
     def _draft(self) -> dict[str, Any]:

@@ -13,9 +13,9 @@ description:
     so a node that was out of service before the upgrade stays so after it.
   - One call does many nodes, concurrently. A node that cannot be dealt with fails in its own result, RV(results), and
     does not fail the module. Check RV(failed_nodes) or each node's C(failed).
-  - With O(scheduler=hosts), the marks are kept in the file C(cordons.json) on the machine where the module runs. Run
-    it on the same machine for the whole fleet, for example the host of the fleet's lock, so that any controller finds
-    them.
+  - With O(scheduler=hosts), the marks are kept in the file C(cordons.json) on the machine where the module runs. The
+    roles of this collection keep the same in the journal of each node and give it as O(ours), so that any controller
+    can go on.
 author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
@@ -47,6 +47,13 @@ options:
     description: Identifies the run in the marks.
     type: str
     required: true
+  ours:
+    description:
+      - For O(scheduler=hosts). Names of the nodes whose journal says that this collection took them out of service. They
+        count as marked, so that a run goes on from a controller that has no marks of its own.
+    type: list
+    elements: str
+    default: []
   cordon_command:
     description:
       - For O(scheduler=hosts). Command that takes a node out of service, for example at a load balancer, as a list of
@@ -163,6 +170,7 @@ def main() -> None:
             "nodes": {"type": "list", "elements": "str", "required": True},
             "scheduler": {"type": "str", "choices": list(registry.NAMES), "default": "hosts"},
             "run_id": {"type": "str", "required": True},
+            "ours": {"type": "list", "elements": "str", "default": []},
             "cordon_command": {"type": "list", "elements": "str"},
             "uncordon_command": {"type": "list", "elements": "str"},
             "state_command": {"type": "list", "elements": "str"},

@@ -31,15 +31,16 @@ options:
     description:
       - V(begun) begins a run. A run that is unfinished or ended in quarantine is gone on with under the new O(run_id),
         and what it remembers is kept.
+      - V(reopened) goes on with a run that has ended, to bring the node back to what that run remembers.
       - V(noted) adds a step that no module of this collection does, for example a reboot.
       - V(finished) closes the run with an O(outcome).
       - V(read) changes nothing.
     type: str
-    choices: [begun, noted, finished, read]
+    choices: [begun, reopened, noted, finished, read]
     default: read
   run_id:
     description:
-      - Identifies the run. Required with O(state=begun).
+      - Identifies the run. Required with O(state=begun) and O(state=reopened).
       - If it is given with O(state=noted) or O(state=finished), and the journal is another run's, the module fails.
     type: str
   target:
@@ -48,6 +49,16 @@ options:
   previous:
     description: The driver version the node came with, so the one to go back to.
     type: str
+  cordon:
+    description:
+      - For O(state=begun) and O(state=reopened). How the node was found before it was taken out of service. The first
+        write wins, until the run ends and the node is given back.
+    type: dict
+    suboptions:
+      foreign:
+        description: Whether somebody else had taken the node out of service, so that it stays so afterwards.
+        type: bool
+        required: true
   step:
     description: Name of the step. Required with O(state=noted).
     type: str
@@ -134,14 +145,20 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import OUTCOMES, Journal, JournalError
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import CORDON, OUTCOMES, Journal, JournalError
 
 
 def keep(journal: Journal, params: dict[str, Any], now: float) -> dict[str, Any]:
     """Do what ``state`` says to the journal; the module's further results."""
     owner = journal.run["id"] if journal.run else None
-    if params["state"] == "begun":
-        new = journal.begin(params["run_id"], params["target"], params["previous"], now)
+    if params["state"] in ("begun", "reopened"):
+        if params["state"] == "begun":
+            new = journal.begin(params["run_id"], params["target"], params["previous"], now)
+        else:
+            new = False
+            journal.reopen(params["run_id"])
+        if params["cordon"] is not None:
+            journal.remember(CORDON, params["cordon"])
         return {} if new or owner == params["run_id"] else {"adopted_from": owner}
     if params["run_id"] and owner and owner != params["run_id"]:
         raise JournalError(
@@ -166,10 +183,11 @@ def keep(journal: Journal, params: dict[str, Any], now: float) -> dict[str, Any]
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
-            "state": {"type": "str", "choices": ["begun", "noted", "finished", "read"], "default": "read"},
+            "state": {"type": "str", "choices": ["begun", "reopened", "noted", "finished", "read"], "default": "read"},
             "run_id": {"type": "str"},
             "target": {"type": "str"},
             "previous": {"type": "str"},
+            "cordon": {"type": "dict", "options": {"foreign": {"type": "bool", "required": True}}},
             "step": {"type": "str"},
             "step_state": {"type": "str", "choices": ["started", "done", "failed"], "default": "done"},
             "outcome": {"type": "str", "choices": list(OUTCOMES)},
@@ -179,6 +197,7 @@ def main() -> None:
         },
         required_if=[
             ("state", "begun", ("run_id", "target")),
+            ("state", "reopened", ("run_id",)),
             ("state", "noted", ("step",)),
             ("state", "finished", ("outcome",)),
         ],

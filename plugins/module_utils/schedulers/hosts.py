@@ -4,14 +4,14 @@
 """Plain machines, on which no scheduler places work.
 
 Out of service may still mean something, to a load balancer or a monitor; commands given by the user say what. Whose
-doing it was is kept in a file on the machine where this runs, since there is no other place that knows all nodes.
+doing it was is kept in a file on the machine where this runs; nodes whose own journal says so can be named besides.
 
 Private to this collection: may change in any release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable
@@ -40,13 +40,14 @@ class Hosts(Scheduler):
 
     ``state_command`` exits with 0 if the node is in service and 1 if it is out of service. Without commands a node is
     out of service if it is marked, and that is all there is to it. Each command has ``timeout`` seconds; at most
-    ``workers`` nodes are dealt with at a time.
+    ``workers`` nodes are dealt with at a time. Nodes in ``ours`` count as marked.
     """
 
     def __init__(
         self,
         run: Runner,
         state_dir: str,
+        ours: Collection[str] = (),
         cordon_command: Sequence[str] | None = None,
         uncordon_command: Sequence[str] | None = None,
         state_command: Sequence[str] | None = None,
@@ -57,6 +58,7 @@ class Hosts(Scheduler):
             raise SchedulerError("cordon_command and uncordon_command belong together; only one of them was given")
         self._run = run
         self._path = Path(state_dir) / FILE
+        self._ours = set(ours)
         self._cordon, self._uncordon, self._state = cordon_command, uncordon_command, state_command
         self._timeout = timeout
         self._workers = workers
@@ -142,12 +144,14 @@ class Hosts(Scheduler):
                 f"{self._path} does not say which run took which node out of service; see which nodes are out, "
                 f"then move it away: mv {self._path} {self._path}.bad"
             )
-        return nodes
+        elsewhere = {node: {"run_id": "of its journal"} for node in self._ours - nodes.keys()}
+        return {**nodes, **elsewhere}
 
     def _set_mark(self, node: str, mark: dict[str, Any] | None) -> None:
         with statefile.locked(self._path, SCHEMA) as (content, save):
             nodes = {name: kept for name, kept in content.get("nodes", {}).items() if name != node}
             save({"nodes": {**nodes, **({node: mark} if mark else {})}})
+        self._ours.discard(node)
 
 
 def _refused(said: Completed | None, found: str) -> str:

@@ -25,6 +25,6 @@ def get(name: str, run: Runner, options: Mapping[str, Any]) -> Scheduler:
     if name == "hosts":
         from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.hosts import Hosts
 
-        own = ("state_dir", "cordon_command", "uncordon_command", "state_command", "timeout")
+        own = ("state_dir", "ours", "cordon_command", "uncordon_command", "state_command", "timeout")
         return Hosts(run, **{key: options[key] for key in own})
     raise SchedulerError(f"no scheduler is called {name!r}; expected one of {', '.join(NAMES)}")

@@ -1,0 +1,50 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A role's defaults, argument_specs and README say the same, and its tasks use only variables it declares."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+TOP = Path(__file__).resolve().parents[2]
+ROLES = sorted(path.name for path in (TOP / "roles").iterdir() if path.is_dir())
+SHARED_FACTS = {"gpu_node", "gpu_plan", "gpu_outcome", "gpu_hosts"}
+
+
+def load(path: Path) -> dict:
+    return yaml.safe_load(path.read_text()) or {}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_defaults_specs_and_readme_agree(role: str) -> None:
+    here = TOP / "roles" / role
+    defaults = load(here / "defaults/main.yml")
+    options = load(here / "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
+    assert set(defaults) == {name for name, option in options.items() if not option.get("required")}
+    for name, option in options.items():
+        if "default" in option:
+            assert defaults[name] == option["default"], name
+    rows = re.findall(r"^\| `(gpu_\w+)` \|", (here / "README.md").read_text(), re.MULTILINE)
+    assert set(rows) == set(options)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_tasks_use_declared_variables_and_use_them_all(role: str) -> None:
+    here = TOP / "roles" / role
+    text = "\n".join(path.read_text() for part in ("tasks", "templates", "vars") for path in (here / part).glob("*.*"))
+    used = set(re.findall(r"\bgpu_[a-z_]+\b", text)) - SHARED_FACTS - {"gpu_services", "gpu_settings", "gpu_nodes"}
+    declared = set(load(here / "meta/argument_specs.yml")["argument_specs"]["main"]["options"])
+    assert used == declared
+
+
+def test_every_node_module_is_routed_to_the_action_that_makes_a_lost_node_a_failed_one() -> None:
+    """A module that runs on a node has the option state_dir, or only looks (module_holders_info, driver_info)."""
+    routed = set(load(TOP / "meta/runtime.yml")["plugin_routing"]["modules"]) | {"driver_info"}
+    controller = {"upgrade_gate", "upgrade_plan", "upgrade_forecast", "workload_placement", "node_cordon"}
+    modules = {path.stem for path in (TOP / "plugins/modules").glob("*.py")}
+    assert routed == modules - controller
