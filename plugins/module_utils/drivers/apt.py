@@ -1,0 +1,677 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The driver from .deb packages: Ubuntu's archive, NVIDIA's repository, a PPA, Debian's own.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Callable
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import apt_text, naming
+from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import (
+    APT,
+    QUERY_SECONDS,
+    Build,
+    DriverSource,
+    Installed,
+    Package,
+    PackagePlan,
+    Snapshot,
+    SourceError,
+    Staged,
+    StagedFile,
+    read_manifest,
+    sha256,
+    staging_directory,
+    write_manifest,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
+from ansible_collections.gpufleet.driver.plugins.module_utils.execution import run as execute
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, WARNING, Finding
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import STATE_DIR
+from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion, of_package
+
+AUTOMATIC_UNITS = ("apt-daily.timer", "apt-daily-upgrade.timer", "unattended-upgrades.service")
+"""What starts upgrades behind our back. A run of theirs that has begun is waited for, never killed."""
+
+_ENV = {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1", "APT_LISTCHANGES_FRONTEND": "none"}
+_LOCKS = ("var/lib/dpkg/lock-frontend", "var/lib/dpkg/lock")
+_DOWNLOAD_SECONDS = 3600.0
+_DKMS_FAILED = "exit status 10"
+
+
+class Apt(DriverSource):
+    """``root`` is where dpkg's files are read; ``release_holds`` are patterns of held packages we may move;
+    ``hold_all`` holds the complete target set, otherwise holds are carried from each package to its counterpart."""
+
+    name = APT
+
+    def __init__(
+        self,
+        run: Runner = execute,
+        root: str = "/",
+        state_dir: str = STATE_DIR,
+        release_holds: Sequence[str] = (),
+        hold_all: bool = False,
+        lock_timeout: float = 300.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.run = run
+        self.root = Path(root)
+        self.state_dir = state_dir
+        self.release_holds = tuple(release_holds)
+        self.hold_all = hold_all
+        self.lock_timeout = lock_timeout
+        self.sleep = sleep
+
+    # reading
+
+    def detect(self) -> Installed:
+        native = self._query(["dpkg", "--print-architecture"]).strip()
+        rows = apt_text.dpkg_packages(self._query(["dpkg-query", "-W", "-f", apt_text.DPKG_FORMAT]), native)
+        core = {
+            row.name: (row, parsed)
+            for row in rows
+            for parsed in [naming.parse_deb(row.name.partition(":")[0])]
+            if parsed is not None and (parsed.role != naming.TOOL)
+        }
+        core = {n: (r, p) for n, (r, p) in core.items() if p.role == naming.PIN or p.kernel or of_package(r.version)}
+        versions = _versions(row.version for row, parsed in core.values() if parsed.role != naming.PIN)
+        tools = [
+            row
+            for row in rows
+            if row.name.partition(":")[0] in naming.TOOLS and str(of_package(row.version) or "") in versions
+        ]
+        members = sorted([row for row, _ in core.values()] + tools, key=lambda row: row.name)
+        flavours = {parsed.flavour for _, parsed in core.values() if parsed.flavour}
+        automatic = set(self._query(["apt-mark", "showauto"]).split()) if members else set()
+        return Installed(
+            source=APT,
+            packages=tuple(Package(row.name, row.version, row.arch, row.state) for row in members),
+            versions=versions,
+            flavour=flavours.pop() if len(flavours) == 1 else None,
+            methods=({"source": APT, "evidence": f"{len(members)} packages in dpkg"},) if versions else (),
+            holds=tuple(row.name for row in members if row.held),
+            pins=tuple(str(pin) for pin in self._pins(members)),
+            automatic=tuple(row.name for row in members if row.name in automatic),
+            problems=tuple(self._problems(rows, core, versions, len(flavours) > 0)),
+        )
+
+    def _pins(self, members: Iterable[apt_text.DpkgPackage]) -> list[apt_text.Pin]:
+        directory = self.root / "etc/apt"
+        files = [directory / "preferences", *sorted((directory / "preferences.d").glob("*"))]
+        found = [pin for path in files for pin in apt_text.pins(_read(path))]
+        names = [row.name.partition(":")[0] for row in members]
+        return [
+            pin
+            for pin in found
+            if any(
+                pattern != "*" and (fnmatch(name, pattern) or "nvidia" in pattern or "cuda" in pattern)
+                for pattern in pin.package.split()
+                for name in names or [""]
+            )
+        ]
+
+    def _problems(
+        self,
+        rows: Iterable[apt_text.DpkgPackage],
+        core: dict[str, tuple[apt_text.DpkgPackage, naming.DriverPackage]],
+        versions: tuple[str, ...],
+        two_flavours: bool,
+    ) -> list[Finding]:
+        found = []
+        broken = {row.name: row.state for row in rows if row.state != "installed"}
+        if broken:
+            found.append(
+                Finding(
+                    "drivers.package_state", ERROR,
+                    "dpkg left unfinished: " + ", ".join(f"{name} ({state})" for name, state in sorted(broken.items())),
+                    {"packages": broken}, "dpkg --configure -a, then apt-get install --fix-broken",
+                )
+            )  # fmt: skip
+        updates = self.root / "var/lib/dpkg/updates"
+        if updates.is_dir() and any(entry.name.isdigit() for entry in updates.iterdir()):
+            found.append(
+                Finding("drivers.package_state", ERROR, "dpkg was interrupted in the middle of a transaction",
+                        {"directory": str(updates)}, "dpkg --configure -a")
+            )  # fmt: skip
+        compute = {
+            row.name: of_package(row.version)
+            for row, parsed in core.values()
+            if parsed.role == naming.COMPUTE and not row.name.partition(":")[2]
+        }
+        branches = {version.branch for version in compute.values() if version}
+        if len(branches) > 1:
+            odd = [n for n, v in compute.items() if v and v.branch != versions[0].split(".")[0]]
+            found.append(
+                Finding(
+                    "drivers.two_branches", ERROR,
+                    f"driver libraries of branches {', '.join(sorted(branches))} are installed side by side"
+                    + self._origin_of(odd),
+                    {"packages": {n: str(v) for n, v in compute.items()}}, f"apt-get remove {' '.join(odd)}",
+                )
+            )  # fmt: skip
+        elif len(versions) > 1:
+            behind = [row.name for row, _ in core.values() if str(of_package(row.version)) == versions[-1]]
+            ahead = [row.name for row, _ in core.values() if str(of_package(row.version)) == versions[0]]
+            fewer = min((behind, ahead), key=len)
+            found.append(
+                Finding(
+                    "drivers.mixed_versions", WARNING,
+                    f"driver packages are at {' and '.join(versions)}; differing: {', '.join(sorted(fewer))}"
+                    + self._origin_of(ahead),
+                    {"packages": {row.name: row.version for row, _ in core.values()}},
+                    "move the whole set to one version",
+                )
+            )  # fmt: skip
+        if two_flavours:
+            found.append(
+                Finding("drivers.two_flavours", ERROR, "open and proprietary kernel module packages are both installed",
+                        {}, "remove one of them")
+            )  # fmt: skip
+        return found
+
+    def _origin_of(self, names: Iterable[str]) -> str:
+        """When and by what one of ``names`` came, from apt's history; empty if the log does not say."""
+        wanted = set(names)
+        for entry in reversed(apt_text.history(_read(self.root / "var/log/apt/history.log"))):
+            hit = next((n for n in entry.changed if n in wanted and entry.changed[n][2]), None)
+            if hit:
+                return f"; {hit} came at {entry.start} by {entry.command or 'apt'!r}"
+        return ""
+
+    def snapshot(self, installed: Installed) -> Snapshot:
+        held, automatic = set(installed.holds), set(installed.automatic)
+        builds = tuple(
+            Build(p.name, p.version, p.arch, held=p.name in held, auto=p.name in automatic) for p in installed.packages
+        )
+        return Snapshot(
+            source=APT,
+            version=_main_version(installed),
+            flavour=installed.flavour or naming.PROPRIETARY,
+            builds=builds,
+            holds=installed.holds,
+            timers=self._active_units(),
+        )
+
+    # planning
+
+    def plan(self, base: Snapshot, installed: Installed, target: DriverVersion, flavour: str) -> PackagePlan:
+        wanted: dict[str, tuple[Build, naming.DriverPackage, tuple[str, ...]]] = {}
+        for build in base.builds:
+            bare, _, foreign = build.name.partition(":")
+            parsed = naming.parse_deb(bare)
+            if parsed is None:
+                continue
+            names = naming.deb_counterparts(parsed, target, flavour, naming.deb_origin(build.version))
+            wanted[build.name] = (build, parsed, tuple(f"{n}:{foreign}" if foreign else n for n in names))
+        if not wanted:
+            nothing = Finding(
+                "drivers.nothing_installed", ERROR, "no driver package is installed, so there is no set to move",
+                {}, "install the driver once by its own instructions",
+            )  # fmt: skip
+            return PackagePlan(APT, target.text, flavour, findings=(nothing,))
+        policies = self._policies(name for _, _, names in wanted.values() for name in names)
+        staged = read_manifest(staging_directory(self.state_dir, target.text))
+        builds: dict[str, Build] = {}
+        findings: list[Finding] = []
+        for old, (build, parsed, names) in wanted.items():
+            name, version = self._choose(names, parsed, build, target, policies, staged)
+            if name is None or version is None:
+                findings += self._missing(old, build, parsed, names, target, policies)
+                if parsed.role in (naming.TOOL, naming.PIN):
+                    builds[old] = build
+                continue
+            already = builds.get(name)
+            held = self.hold_all or build.held or bool(already and already.held)
+            auto = build.auto and (already is None or already.auto)
+            builds[name] = Build(name, version, build.arch, held=held, auto=auto)
+        return self._finish(builds, installed, target.text, flavour, findings, self._may_release)
+
+    def _choose(
+        self,
+        names: Iterable[str],
+        parsed: naming.DriverPackage,
+        build: Build,
+        target: DriverVersion,
+        policies: dict[str, apt_text.Policy],
+        staged: Staged,
+    ) -> tuple[str | None, str | None]:
+        """The first name that exists at the target, from the same packager as before where there is a choice."""
+        for name in names:
+            policy = policies.get(name)
+            offered = [v for v, sources in policy.versions.items() if sources] if policy else []
+            if parsed.kernel:
+                fitting = [v for v in offered if self._depends_on(name, v, target)]
+            elif parsed.role == naming.PIN:
+                fitting = offered
+            else:
+                saved = [file.version for file in staged.files if file.name == name]
+                fitting = [v for v in [*offered, *saved] if of_package(v) == target]
+            if fitting:
+                origin = naming.deb_origin(build.version)
+                return name, next((v for v in fitting if naming.deb_origin(v) == origin), fitting[0])
+        return None, None
+
+    def _depends_on(self, name: str, version: str, target: DriverVersion) -> bool:
+        """Whether a pre-built kernel module package is for ``target``; its own version is the kernel's.
+
+        The meta-package of a kernel flavour depends on the one of the kernel, which depends on the driver.
+        """
+        records = self._show([(name, version)])
+        depends = " ".join(record.get("Depends", "") for record in records)
+        if target.text in depends:
+            return True
+        inner = [part.split()[0] for part in depends.split(",") if part.strip().startswith("linux-modules-nvidia-")]
+        return any(target.text in record.get("Depends", "") for n in inner for record in self._show([(n, None)]))
+
+    def _missing(
+        self,
+        old: str,
+        build: Build,
+        parsed: naming.DriverPackage,
+        names: tuple[str, ...],
+        target: DriverVersion,
+        policies: dict[str, apt_text.Policy],
+    ) -> list[Finding]:
+        seen = {name: list(policies[name].versions) for name in names if name in policies}
+        evidence = {"package": old, "looked_for": list(names), "versions": seen}
+        if parsed.role in (naming.TOOL, naming.PIN):
+            return [Finding("drivers.stays", WARNING, f"{old} has no build for {target} and stays at {build.version}",
+                            evidence)]  # fmt: skip
+        other = next((n for n in names if n in policies and policies[n].candidate), None)
+        hint = f"; the repository offers {other} {policies[other].candidate}" if other else ""
+        if other and naming.is_transitional(other.partition(":")[0], policies[other].candidate or "", ""):
+            hint += ", which only leads to another branch"
+        if parsed.role in naming.NEEDED:
+            return [
+                Finding(
+                    "drivers.not_available", ERROR, f"{' or '.join(names)} is not available at {target}{hint}",
+                    evidence,
+                    f"apt-get update; apt-cache policy {names[0]}; or choose a version the repository has",
+                )
+            ]  # fmt: skip
+        return [
+            Finding("drivers.dropped", WARNING, f"{old} has no counterpart at {target} and is removed{hint}", evidence)
+        ]
+
+    def _may_release(self, name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in self.release_holds)
+
+    def _finish(
+        self,
+        builds: dict[str, Build],
+        installed: Installed,
+        target: str,
+        flavour: str,
+        findings: list[Finding],
+        may_release: Callable[[str], bool],
+    ) -> PackagePlan:
+        """Complete a plan: what goes, which holds stand in the way, what is downloaded."""
+        now = installed.builds()
+        whole = {p.name for p in installed.packages if p.state == "installed"}
+        changing = {n: b for n, b in builds.items() if now.get(n) != b.version or n not in whole}
+        remove = tuple(sorted(name for name in now if name not in builds))
+        marks = {n for n, b in builds.items() if b.held != (n in installed.holds)}
+        held = tuple(n for n in installed.holds if n in changing or n in remove)
+        refused = [name for name in held if not may_release(name)]
+        if refused:
+            findings.append(
+                Finding(
+                    "drivers.held", ERROR, f"held packages would have to move: {', '.join(refused)}",
+                    {"held": refused}, "apt-mark unhold them, or name them in release_holds",
+                )
+            )  # fmt: skip
+        if not changing and not remove and not marks:
+            return PackagePlan(APT, target, flavour, findings=tuple(findings))
+        records = {
+            (record.get("Package", ""), record.get("Version", "")): record
+            for record in self._show([(n, b.version) for n, b in changing.items()])
+        }
+        sized = []
+        for name, build in sorted(builds.items()):
+            record = records.get((name.partition(":")[0], build.version), {})
+            sized.append(
+                Build(name, build.version, build.arch, int(record.get("Size", "0") or 0), build.held, build.auto)
+            )
+            findings += _meta_findings(name, build.version, record)
+        return PackagePlan(
+            APT, target, flavour, install=tuple(sized), remove=remove, unhold=held, findings=tuple(findings)
+        )
+
+    def restore(self, snapshot: Snapshot, installed: Installed) -> PackagePlan:
+        builds = {build.name: build for build in snapshot.builds}
+        now = installed.builds()
+        absent = [b for b in self.unobtainable(snapshot) if now.get(b.name) != b.version]
+        findings = [self._unobtainable_finding(absent)] if absent else []
+        return self._finish(builds, installed, snapshot.version, snapshot.flavour, findings, lambda name: True)
+
+    def unobtainable(self, snapshot: Snapshot) -> list[Build]:
+        policies = self._policies(build.name for build in snapshot.builds)
+        staged = read_manifest(staging_directory(self.state_dir, snapshot.version))
+        return [
+            build
+            for build in snapshot.builds
+            if not (build.name in policies and policies[build.name].versions.get(build.version))
+            and staged.find(build.name, build.version) is None
+            and not self._cached(build).is_file()
+        ]
+
+    def obtainable(self, snapshot: Snapshot) -> list[Finding]:
+        absent = self.unobtainable(snapshot)
+        return [self._unobtainable_finding(absent)] if absent else []
+
+    def _unobtainable_finding(self, absent: Sequence[Build]) -> Finding:
+        return Finding(
+            "drivers.rollback_unavailable", ERROR,
+            "no repository has the installed builds any more, and they were not saved: "
+            + ", ".join(f"{build.name}={build.version}" for build in absent),
+            {"packages": {build.name: build.version for build in absent}},
+            "put these .debs into /var/cache/apt/archives, or set rollback_required to false to go without a way back",
+        )  # fmt: skip
+
+    # proving
+
+    def check(self, plan: PackagePlan) -> list[Finding]:
+        if plan.empty or plan.refused:
+            return []
+        done = self._simulate(plan)
+        if not done.ok:
+            pairs = apt_text.blocking(done.stdout + done.stderr)
+            why = "; ".join(pairs) if pairs else done.describe()
+            return [
+                Finding("drivers.transaction", ERROR, f"apt cannot do it in one transaction: {why}", {"pairs": pairs},
+                        " ".join(done.argv))
+            ]  # fmt: skip
+        ours = {build.name for build in plan.install} | set(plan.remove)
+        changes = apt_text.simulation(done.stdout)
+        found = []
+        lost = sorted(change.name for change in changes if change.new is None and change.name not in ours)
+        if lost:
+            found.append(
+                Finding("drivers.collateral", ERROR, f"apt would also remove {', '.join(lost)}", {"packages": lost},
+                        "see who depends on what: apt-cache rdepends --installed <package>")
+            )  # fmt: skip
+        kernels = sorted(c.name for c in changes if c.new and c.name.startswith("linux-image-"))
+        if kernels:
+            found.append(
+                Finding("drivers.kernel_moves", ERROR, f"a new kernel would come along: {', '.join(kernels)}",
+                        {"packages": kernels}, "upgrade the kernel first, or hold it")
+            )  # fmt: skip
+        moved = sorted(c.name for c in changes if c.old and c.new and c.name not in ours and c.name not in kernels)
+        if moved:
+            found.append(Finding("drivers.also_upgraded", WARNING, f"apt would also change {', '.join(moved)}",
+                                 {"packages": moved}))  # fmt: skip
+        return found
+
+    def _simulate(self, plan: PackagePlan) -> Completed:
+        return self.run(self._install(plan, ["--simulate"]), timeout=QUERY_SECONDS, env=_ENV)
+
+    def _install(self, plan: PackagePlan, options: Sequence[str], offline: bool = False) -> list[str]:
+        directory = staging_directory(self.state_dir, plan.target)
+        staged = read_manifest(directory)
+        policies = self._policies(build.name for build in plan.install)
+        arguments = []
+        for build in plan.install:
+            policy = policies.get(build.name)
+            file = staged.find(build.name, build.version)
+            if policy and policy.versions.get(build.version) is not None and policy.versions[build.version]:
+                arguments.append(f"{build.name}={build.version}")
+            elif file is not None:
+                arguments.append(str(directory / file.file))
+            elif policy and policy.installed == build.version:
+                arguments.append(f"{build.name}={build.version}")
+            else:
+                raise SourceError(
+                    f"{build.name}={build.version} is neither in a repository nor in {directory}; stage it first"
+                )
+        if offline:
+            options = [
+                *options, "--no-download", "-o", f"Dir::Cache::archives={directory}/",
+                "-o", "APT::Keep-Downloaded-Packages=true",
+            ]  # fmt: skip
+        return [
+            "apt-get", "--yes", "--allow-downgrades", "--no-install-recommends",
+            "-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold",
+            "-o", f"DPkg::Lock::Timeout={self.lock_timeout:.0f}", *options,
+            "install", *arguments, *[f"{name}-" for name in plan.remove],
+        ]  # fmt: skip
+
+    # staging
+
+    def update(self) -> Finding | None:
+        """Refresh the package lists; what failed is a warning, since yesterday's lists may do."""
+        done = self.run(
+            ["apt-get", "-o", f"DPkg::Lock::Timeout={self.lock_timeout:.0f}", "update"], timeout=600.0, env=_ENV
+        )
+        if done.ok:
+            return None
+        return Finding("drivers.lists", WARNING, f"the package lists could not be refreshed: {done.describe()}",
+                       {}, "apt-get update")  # fmt: skip
+
+    def stage(self, plan: PackagePlan) -> Staged:
+        done = self._simulate(plan)
+        if not done.ok:
+            raise SourceError(f"apt refuses the transaction: {done.describe()}")
+        incoming = {
+            change.name: Build(change.name, change.new, change.arch)
+            for change in apt_text.simulation(done.stdout)
+            if change.new
+        }
+        return self._fetch(list(incoming.values()), staging_directory(self.state_dir, plan.target))
+
+    def save_builds(self, snapshot: Snapshot) -> tuple[Staged, list[Finding]]:
+        absent = self.unobtainable(snapshot)
+        builds = [build for build in snapshot.builds if build not in absent]
+        staged = self._fetch(builds, staging_directory(self.state_dir, snapshot.version))
+        return staged, [self._unobtainable_finding(absent)] if absent else []
+
+    def _fetch(self, builds: Sequence[Build], directory: Path) -> Staged:
+        """Have exactly ``builds`` in ``directory``, beside what is there already, each proven by its checksum."""
+        before = read_manifest(directory)
+        lacking = [build for build in builds if before.find(build.name, build.version) is None]
+        if not lacking:
+            return before
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        policies = self._policies(build.name for build in lacking)
+        remote = []
+        for build in lacking:
+            policy = policies.get(build.name)
+            if policy and policy.versions.get(build.version):
+                remote.append(build)
+            else:
+                shutil.copy2(self._cached(build), directory / _file_name(build))
+        if remote:
+            names = [f"{build.name}={build.version}" for build in remote]
+            argv = ["env", "-C", str(directory), "apt-get", "download", *names]
+            done = self.run(argv, timeout=_DOWNLOAD_SECONDS, env=_ENV)
+            if not done.ok:
+                raise SourceError(f"{done.describe()}; nothing was installed. Check the repository, then stage again")
+        sums = {
+            (r.get("Package"), r.get("Version")): r.get("SHA256", "")
+            for r in self._show([(build.name, build.version) for build in remote])
+        }
+        files = list(before.files)
+        for build in lacking:
+            path = directory / _file_name(build)
+            if not path.is_file():
+                raise SourceError(f"apt-get download did not leave {path}")
+            digest = sha256(path)
+            expected = sums.get((build.name.partition(":")[0], build.version))
+            if expected and expected != digest:
+                path.unlink()
+                raise SourceError(f"{path.name} has SHA-256 {digest}, the repository says {expected}; stage again")
+            files.append(StagedFile(build.name, build.version, path.name, digest, path.stat().st_size))
+        write_manifest(directory, files)
+        return Staged(str(directory), tuple(files), changed=True)
+
+    def _cached(self, build: Build) -> Path:
+        return self.root / "var/cache/apt/archives" / _file_name(build)
+
+    # changing
+
+    def apply(self, plan: PackagePlan, timeout: float, recovering: bool = False) -> None:
+        options = ["--fix-broken"] if recovering else []
+        argv = self._install(plan, options, offline=True)
+        if plan.unhold:
+            self._mark("unhold", plan.unhold)
+        done = self.run(argv, timeout=timeout, env=_ENV)
+        if not done.ok:
+            self._mark_installed("hold", plan.unhold)
+            raise SourceError(self._why(done, plan))
+        self._mark("auto", [build.name for build in plan.install if build.auto])
+        self._mark("manual", [build.name for build in plan.install if not build.auto])
+        self._mark("unhold", [build.name for build in plan.install if not build.held])
+        self._mark("hold", plan.hold)
+
+    def _mark(self, verb: str, names: Sequence[str]) -> None:
+        if names:
+            done = self.run(["apt-mark", verb, *names], timeout=QUERY_SECONDS)
+            if not done.ok:
+                raise SourceError(done.describe())
+
+    def _mark_installed(self, verb: str, names: Sequence[str]) -> None:
+        there = {package.name for package in self.detect().packages}
+        self._mark(verb, [name for name in names if name in there])
+
+    def _why(self, done: Completed, plan: PackagePlan) -> str:
+        text = done.stdout + done.stderr
+        if _DKMS_FAILED in text:
+            cause = next((c for c in map(apt_text.make_log_cause, self._make_logs(plan.target)) if c), None)
+            return f"DKMS could not build {plan.target}" + (f": {cause}" if cause else "; its make.log names no cause")
+        errors = [line for line in text.splitlines() if line.startswith(("E: ", "dpkg: error"))]
+        pairs = apt_text.blocking(text)
+        detail = "; ".join([*errors[:3], *pairs[:5]]) or done.describe()
+        return f"apt could not move the packages to {plan.target}: {detail}"
+
+    def _make_logs(self, version: str) -> list[str]:
+        tree = self.root / "var/lib/dkms"
+        return [_read(tree / module / version / "build/make.log") for module in ("nvidia", "nvidia-srv")]
+
+    def recover(self, timeout: float) -> None:
+        holder = self.wait_for_lock()
+        if holder:
+            raise SourceError(
+                f"{holder} still holds dpkg's lock after {self.lock_timeout:.0f} s; see ps and wait for it"
+            )
+        self.run(["dpkg", "--configure", "-a", "--force-confdef", "--force-confold"], timeout=timeout, env=_ENV)
+
+    def wait_for_lock(self) -> str | None:
+        """Wait for another package manager to end, at most ``lock_timeout`` seconds; its name if it did not."""
+        waited = 0.0
+        while True:
+            holder = next((h for h in map(self._lock_holder, _LOCKS) if h), None)
+            if holder is None or waited >= self.lock_timeout:
+                return holder
+            self.sleep(1.0)
+            waited += 1.0
+
+    def _lock_holder(self, lock: str) -> str | None:
+        """Who holds a POSIX lock on a file, asked without taking it."""
+        layout = "hhqqi4x"
+        try:
+            descriptor = os.open(self.root / lock, os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        finally:
+            os.close(descriptor)
+        if kind == fcntl.F_UNLCK:
+            return None
+        comm = _read(Path("/proc") / str(pid) / "comm").strip()
+        return f"process {pid} ({comm or 'gone'})"
+
+    def _active_units(self) -> tuple[str, ...]:
+        if not (self.root / "run/systemd/system").is_dir():
+            return ()
+        done = self.run(["systemctl", "is-active", *AUTOMATIC_UNITS], timeout=30.0)
+        states = done.stdout.splitlines()
+        return tuple(unit for unit, state in zip(AUTOMATIC_UNITS, states) if state.strip() == "active")
+
+    def pause_automatic(self, units: tuple[str, ...]) -> None:
+        if units:
+            done = self.run(["systemctl", "stop", *units], timeout=self.lock_timeout + 30.0)
+            if not done.ok:
+                raise SourceError(f"automatic upgrades could not be stopped: {done.describe()}")
+
+    def resume_automatic(self, units: tuple[str, ...]) -> None:
+        if units:
+            self.run(["systemctl", "start", *units], timeout=60.0)
+
+    # asking
+
+    def _query(self, argv: Sequence[str]) -> str:
+        done = self.run(argv, timeout=QUERY_SECONDS)
+        if not done.ok:
+            raise SourceError(done.describe())
+        return done.stdout
+
+    def _policies(self, names: Iterable[str]) -> dict[str, apt_text.Policy]:
+        wanted = sorted(set(names))
+        return apt_text.policies(self._query(["apt-cache", "policy", *wanted])) if wanted else {}
+
+    def _show(self, builds: Sequence[tuple[str, str | None]]) -> list[dict[str, str]]:
+        if not builds:
+            return []
+        names = [f"{name}={version}" if version else name for name, version in builds]
+        return apt_text.stanzas(self.run(["apt-cache", "show", *names], timeout=QUERY_SECONDS).stdout)
+
+
+def _versions(package_versions: Iterable[str]) -> tuple[str, ...]:
+    """The distinct driver versions in ``package_versions``, highest first."""
+    found = {version for version in map(of_package, package_versions) if version}
+    return tuple(version.text for version in sorted(found, reverse=True))
+
+
+def _main_version(installed: Installed) -> str:
+    """The version a set is known by: that of its kernel modules, or else of its compute library."""
+    for role in (naming.KERNEL, naming.COMMON, naming.COMPUTE):
+        for package in installed.packages:
+            parsed = naming.parse_deb(package.name.partition(":")[0])
+            inside = of_package(package.version)
+            if parsed and parsed.role == role and inside:
+                return inside.text
+    return installed.versions[0] if installed.versions else "none"
+
+
+def _meta_findings(name: str, version: str, record: dict[str, str]) -> list[Finding]:
+    """A package that leads elsewhere, or a meta-package that brings no driver, must not be what we install."""
+    bare = name.partition(":")[0]
+    parsed = naming.parse_deb(bare)
+    if not record or parsed is None:
+        return []
+    description = record.get("Description", record.get("Description-en", ""))
+    if naming.is_transitional(bare, version, description):
+        return [Finding("drivers.transitional", ERROR, f"{name}={version} is a transitional package: {description!r}",
+                        {"package": name, "version": version}, "choose a version of the branch itself")]  # fmt: skip
+    depends = record.get("Depends", "") + record.get("Pre-Depends", "")
+    if parsed.role == naming.META and not any(word in depends for word in ("nvidia", "libcuda")):
+        return [
+            Finding("drivers.empty_meta", ERROR, f"{name}={version} depends on no driver package",
+                    {"package": name, "depends": depends}, "use flavour open: nvidia-open replaces cuda-drivers")
+        ]  # fmt: skip
+    return []
+
+
+def _file_name(build: Build) -> str:
+    return f"{build.name.partition(':')[0]}_{build.version.replace(':', '%3a')}_{build.arch}.deb"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,316 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Stage a driver, put it in place, or put the previous one back: the order of acts, whatever the source is.
+
+Nothing here knows a package manager. The journal is told before each change, and a run that was killed in the middle
+is gone on with by running the same thing again.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import naming
+from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import (
+    DriverSource,
+    Installed,
+    PackagePlan,
+    Snapshot,
+    SourceError,
+    Staged,
+    Verdict,
+    disk_module_version,
+    read_manifest,
+    staging_directory,
+    verify,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import Finding, errors, summary
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal
+from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion, find
+
+STEP = "packages"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What these acts need of a node besides its driver source; paths are parameters for tests."""
+
+    run: Runner
+    kernel: str
+    state_dir: str
+    sys: Path = Path("/sys")
+
+    def loaded(self) -> str | None:
+        """The version of the loaded nvidia module, ``unknown`` if it does not say, None if it is not loaded."""
+        directory = self.sys / "module/nvidia"
+        if not directory.is_dir():
+            return None
+        try:
+            version = find((directory / "version").read_text())
+        except OSError:
+            return "unknown"
+        return version.text if version else "unknown"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was done, or would be in check mode. ``before`` and ``after`` map package names to exact versions."""
+
+    changed: bool
+    target: str
+    before: dict[str, str]
+    after: dict[str, str]
+    disk_module: str | None = None
+    reboot_reasons: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    message: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "changed": self.changed,
+            "version": self.target,
+            "before": self.before,
+            "after": self.after,
+            "disk_module_version": self.disk_module,
+            "reboot_required": bool(self.reboot_reasons),
+            "reboot_reasons": list(self.reboot_reasons),
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What lies ready on the node: the target's files, and the files to go back with."""
+
+    changed: bool
+    plan: PackagePlan
+    target: Staged
+    rollback: Staged
+    findings: tuple[Finding, ...] = field(default_factory=tuple)
+
+
+class Refused(Exception):
+    """The node is left as it was; the findings say why."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        super().__init__(summary(findings))
+        self.findings = findings
+
+
+def flavour_for(asked: str, installed: Installed) -> str:
+    """The flavour to install: what was asked for, or else what is there."""
+    return (installed.flavour or naming.OPEN) if asked == AUTO else asked
+
+
+def base_for(source: DriverSource, journal: Journal, installed: Installed) -> Snapshot:
+    """What the target set is derived from: the remembered set while our own transaction is unfinished, else today's."""
+    remembered = journal.before(STEP)
+    if remembered is not None and interrupted(journal):
+        return Snapshot.from_dict(remembered)
+    return source.snapshot(installed)
+
+
+def interrupted(journal: Journal) -> bool:
+    """Whether a transaction of ours began and was never seen to end well."""
+    last = journal.last(STEP)
+    return last is not None and last["state"] != "done"
+
+
+def stage(
+    source: DriverSource,
+    journal: Journal,
+    target: DriverVersion,
+    flavour: str,
+    rollback_required: bool,
+    check_mode: bool,
+) -> StageResult:
+    """Fetch the target's files and save today's, so that neither way needs a repository later.
+
+    :raises Refused: if there is no whole target set, or no way back and one is required.
+    :raises SourceError: if a download fails.
+    """
+    installed = source.detect()
+    base = base_for(source, journal, installed)
+    plan = source.plan(base, installed, target, flavour_for(flavour, installed))
+    findings = list(plan.findings) + source.check(plan)
+    lost = source.obtainable(base)
+    findings += lost if rollback_required else [replace(finding, level="warning") for finding in lost]
+    if errors(findings):
+        raise Refused(findings)
+    directory = staging_directory(source.state_dir, target.text)
+    back = staging_directory(source.state_dir, base.version)
+    if check_mode:
+        ready, saved = read_manifest(directory), read_manifest(back)
+        missing = any(
+            staged.find(build.name, build.version) is None
+            for staged, builds in ((ready, plan.install), (saved, base.builds))
+            for build in builds
+        )
+        return StageResult(missing, plan, ready, saved, tuple(findings))
+    rollback, unsaved = source.save_builds(base)
+    files = Staged(str(directory)) if plan.empty else source.stage(plan)
+    findings += [replace(finding, level="warning") for finding in unsaved if finding not in lost]
+    return StageResult(files.changed or rollback.changed, plan, files, rollback, tuple(findings))
+
+
+def install(
+    source: DriverSource,
+    journal: Journal,
+    node: Node,
+    target: DriverVersion,
+    flavour: str,
+    now: Callable[[], float],
+    *,
+    loaded_allowed: bool = False,
+    rollback_required: bool = True,
+    timeout: float = 1800.0,
+    check_mode: bool = False,
+) -> Result:
+    """Bring the whole set to ``target``; unchanged if it is there already.
+
+    :raises Refused: before anything is changed.
+    :raises SourceError: if the transaction failed, or left something other than one whole driver.
+    """
+    installed = source.detect()
+    unfinished = interrupted(journal)
+    base = base_for(source, journal, installed)
+    plan = source.plan(base, installed, target, flavour_for(flavour, installed))
+    disk = disk_module_version(node.run, node.kernel)
+    if plan.empty and not plan.refused and not verify(installed, disk, target.text, node.kernel).findings:
+        if unfinished and not check_mode:
+            journal.end(STEP, now()) if _open_step(journal) else None
+            source.resume_automatic(base.timers)
+        return Result(False, target.text, installed.builds(), installed.builds(), disk, findings=plan.findings)
+    findings = list(plan.findings)
+    if not unfinished:
+        findings += [p for p in installed.problems if p.level == "error"] + source.check(plan)
+        if rollback_required:
+            findings += source.obtainable(base)
+    loaded = node.loaded()
+    if loaded is not None and not loaded_allowed:
+        findings.append(_loaded_finding(loaded))
+    if errors(findings):
+        raise Refused(findings)
+    after = _after(installed, plan)
+    reasons = _reboot_reasons(loaded, target.text)
+    if check_mode:
+        return Result(True, target.text, installed.builds(), after, disk, reasons, tuple(findings))
+    if not unfinished:
+        source.save_builds(base)
+    source.stage(plan)
+    if not journal.unfinished and not unfinished:
+        journal.forget(STEP)
+    journal.remember(STEP, base.as_dict())
+    return _change(source, journal, node, plan, base, installed, now, timeout, unfinished, tuple(findings), reasons)
+
+
+def restore(
+    source: DriverSource,
+    journal: Journal,
+    node: Node,
+    now: Callable[[], float],
+    *,
+    loaded_allowed: bool = False,
+    timeout: float = 1800.0,
+    check_mode: bool = False,
+) -> Result:
+    """Put back exactly the builds, holds and streams that the journal remembers; unchanged if they are there.
+
+    :raises Refused: if a build is neither saved nor in a repository.
+    :raises SourceError: if the transaction failed.
+    """
+    installed = source.detect()
+    remembered = journal.before(STEP)
+    disk = disk_module_version(node.run, node.kernel)
+    if remembered is None:
+        text = "the journal remembers no change of packages on this node, so there is nothing to put back"
+        return Result(False, installed.version or "", installed.builds(), installed.builds(), disk, message=text)
+    snapshot = Snapshot.from_dict(remembered)
+    plan = source.restore(snapshot, installed)
+    broken = [problem for problem in installed.problems if problem.check == "drivers.package_state"]
+    if plan.empty and not plan.refused and not broken and not interrupted(journal):
+        return Result(False, snapshot.version, installed.builds(), installed.builds(), disk, findings=plan.findings)
+    findings = list(plan.findings)
+    loaded = node.loaded()
+    if loaded is not None and not loaded_allowed and not plan.empty:
+        findings.append(_loaded_finding(loaded))
+    if errors(findings):
+        raise Refused(findings)
+    reasons = _reboot_reasons(loaded, snapshot.version)
+    if check_mode:
+        return Result(True, snapshot.version, installed.builds(), snapshot.map(), disk, reasons, tuple(findings))
+    return _change(source, journal, node, plan, snapshot, installed, now, timeout, True, tuple(findings), reasons)
+
+
+def _change(
+    source: DriverSource,
+    journal: Journal,
+    node: Node,
+    plan: PackagePlan,
+    base: Snapshot,
+    installed: Installed,
+    now: Callable[[], float],
+    timeout: float,
+    recovering: bool,
+    findings: tuple[Finding, ...],
+    reasons: tuple[str, ...],
+) -> Result:
+    """The change itself: automatic upgrades stand still, the step is in the journal, the end state is judged."""
+    journal.start(STEP, now())
+    source.pause_automatic(base.timers)
+    try:
+        if recovering:
+            source.recover(timeout)
+        if not plan.empty:
+            source.apply(plan, timeout, recovering)
+        reached = source.detect()
+        verdict = _judge(node, reached, plan, base)
+        if verdict.findings:
+            raise SourceError(summary(verdict.findings))
+    except SourceError as exc:
+        journal.end(STEP, now(), "failed", reason=str(exc))
+        raise
+    finally:
+        source.resume_automatic(base.timers)
+    journal.end(STEP, now(), version=plan.target)
+    return Result(True, plan.target, installed.builds(), reached.builds(), verdict.disk_module, reasons, findings)
+
+
+def _judge(node: Node, reached: Installed, plan: PackagePlan, base: Snapshot) -> Verdict:
+    """A set that was mixed before may come back mixed; anything else has to be one whole driver."""
+    disk = disk_module_version(node.run, node.kernel)
+    if plan.target == base.version and reached.builds() == base.map() and len(reached.versions) > 1:
+        return Verdict(disk, tuple(p for p in reached.problems if p.check == "drivers.package_state"))
+    return verify(reached, disk, plan.target, node.kernel)
+
+
+def _after(installed: Installed, plan: PackagePlan) -> dict[str, str]:
+    kept = {name: version for name, version in installed.builds().items() if name not in plan.remove}
+    return {**kept, **{build.name: build.version for build in plan.install}}
+
+
+def _loaded_finding(loaded: str) -> Finding:
+    return Finding(
+        "drivers.loaded", "error",
+        f"the nvidia module ({loaded}) is loaded; with new libraries under it NVML fails until it is reloaded",
+        {"loaded": loaded}, "unload it first (gpufleet.driver.kernel_modules), or set loaded to allow and reboot",
+    )  # fmt: skip
+
+
+def _reboot_reasons(loaded: str | None, target: str) -> tuple[str, ...]:
+    if loaded is None or loaded == target:
+        return ()
+    return (f"nvidia {loaded} stays loaded until it is unloaded or the node reboots into {target}",)
+
+
+def _open_step(journal: Journal) -> bool:
+    last = journal.last(STEP)
+    return last is not None and last["state"] == "started"
