@@ -17,6 +17,8 @@ description:
   - While they are stopped, a drop-in with a condition below C(/run/systemd/system) keeps them from being started by a
     socket, a timer, udev, a package's script or a person. It ends with O(state=restored) or with a reboot.
   - Running units that systemd stops together with these, because they require them, are treated alike.
+  - So are services that nobody named and that are found to hold GPUs without computing on them, for example an agent
+    that keeps NVML open.
   - DCGM 4.5 or later stays up and detaches from driver 590 or later instead.
   - An MPS control daemon that no unit runs is told to quit by its pipe, and started again as it was.
   - Monitoring in containers is left to M(gpufleet.driver.host_workloads). A stopped service proves nothing about the
@@ -126,7 +128,12 @@ services:
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
-from ansible_collections.gpufleet.driver.plugins.module_utils.host.services import Services, ServicesError
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.services import (
+    Services,
+    ServicesError,
+    watchers,
+)
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import SystemdError
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
 
@@ -144,7 +151,8 @@ def main() -> None:
     )
     p = module.params
     try:
-        services = Services(Journal.open(p["state_dir"], read_only=module.check_mode), execution.run)
+        journal = Journal.open(p["state_dir"], read_only=module.check_mode)
+        services = Services(journal, execution.run, find_watchers=lambda: watchers(holders.take()))
         if p["state"] == "stopped":
             result = services.stop(p["extra_units"], p["keep"], p["timeout"], check=module.check_mode)
         else:

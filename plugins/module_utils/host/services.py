@@ -22,6 +22,7 @@ from typing import Any, Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import version
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import (
     Hold,
     Systemd,
@@ -65,6 +66,9 @@ _DETACH_DCGM, _DETACH_DRIVER = (4, 5), "590"  # DCGM documentation, "Detached GP
 
 _MPS = "nvidia-cuda-mps-control"
 _MPS_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - where CUDA puts its pipe unless told otherwise
+_NEEDED = re.compile(
+    r"(user@|systemd-|dbus|polkit|cron|sshd?[.@]|docker\.|containerd\.|crio\.|podman\.|kubelet|k3s|rke2|slurmd)"
+)
 _CONTAINER = re.compile(r"docker|libpod|kubepods|containerd|crio|lxc")
 
 
@@ -110,6 +114,19 @@ class Survey:
 def is_known(unit: str) -> bool:
     """Whether a unit is one of the platform's services that hold the driver, so not somebody's work."""
     return unit in KNOWN or any(fnmatchcase(unit, pattern) for pattern in PATTERNS)
+
+
+def is_needed(unit: str) -> bool:
+    """Whether a service is not to be stopped for a process that merely runs in its control group: logins, containers
+    and jobs live there."""
+    return bool(_NEEDED.match(unit))
+
+
+def watchers(census: holders.Census) -> list[str]:
+    """Services of the system that hold GPUs without computing on them, such as an agent that keeps NVML open."""
+    owners = [one.process.owner for one in census.processes if one.process and one.kind == holders.MANAGEMENT]
+    units = [owner.unit for owner in owners if owner.unit and owner.user_unit_of is None and not owner.container]
+    return sorted({unit for unit in units if unit.endswith(".service") and not is_needed(unit)})
 
 
 def parse_dcgm_version(text: str) -> tuple[int, ...] | None:
@@ -165,7 +182,8 @@ def find_mps(proc: Path) -> list[MpsDaemon]:
 
 
 class Services:
-    """The driver's clients on this node. ``hold_directory``, ``proc`` and ``now`` are parameters for the tests."""
+    """The driver's clients on this node. ``find_watchers`` gives units that nobody named and that hold GPUs all the
+    same (see :func:`watchers`)."""
 
     def __init__(
         self,
@@ -175,12 +193,14 @@ class Services:
         hold_directory: str = "/run/systemd/system",
         proc: str = "/proc",
         sleep: Callable[[float], None] = time.sleep,
+        find_watchers: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self.journal = journal
         self.run = run
         self.now = now
         self.sleep = sleep
         self.proc = Path(proc)
+        self.find_watchers = find_watchers
         self.systemd = Systemd(run, sleep)
         self.hold = Hold(
             Path(hold_directory), "Held by gpufleet.driver while the NVIDIA driver of this node is changed."
@@ -193,8 +213,9 @@ class Services:
         """
         extras = [unit_name(name) for name in extra]
         daemons = find_mps(self.proc)
-        own = [daemon.unit for daemon in daemons if daemon.unit]
-        named = list(dict.fromkeys([*KNOWN, *own, *self.systemd.matching(PATTERNS), *extras]))
+        seen = [daemon.unit for daemon in daemons if daemon.unit]
+        seen += self.find_watchers()
+        named = list(dict.fromkeys([*KNOWN, *self.systemd.matching(PATTERNS), *seen, *extras]))
         wanted = {unit_name(name) for name in keep}
         known = self.systemd.show(named)
         kept = sorted(name for name, unit in known.items() if unit.present and wanted.intersection(unit.names))

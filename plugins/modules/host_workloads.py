@@ -1,0 +1,276 @@
+#!/usr/bin/python
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: host_workloads
+version_added: 1.0.0
+short_description: Stop the work on a plain machine and start it again
+description:
+  - Stops systemd units and containers by name, never by killing processes, and starts again exactly what was running.
+    What that was is written to the node's journal first.
+  - GPU processes that belong to no declared workload and to no service of the platform are waited for before anything
+    is stopped. If they do not end, the module fails and the declared work goes on.
+  - Until they are started again, units are kept from being started by a drop-in with a condition below
+    C(/etc/systemd/system), which also holds over a reboot, and the restart policy of containers is suspended.
+  - Running units that systemd stops together with a unit, because they require it, are treated alike.
+author: gpufleet.driver contributors (@gpufleet)
+extends_documentation_fragment:
+  - gpufleet.driver.attributes
+  - gpufleet.driver.attributes.fleet
+  - gpufleet.driver.node
+attributes:
+  check_mode:
+    support: full
+    details: It does not wait. With O(state=stopped), RV(undeclared) says what would be waited for.
+  diff_mode:
+    support: full
+  idempotent:
+    support: full
+options:
+  state:
+    description:
+      - V(stopped) frees the node of work. Containers are stopped first, then units, each in the order of O(workloads).
+      - V(started) starts what was running before, in the reverse order, and checks it.
+    type: str
+    choices: [stopped, started]
+    required: true
+  workloads:
+    description:
+      - The work on this node. One that is not there, or not running, is left as it is and not started later.
+      - With O(state=started), only O(workloads[].ready) and O(workloads[].ready_timeout) are used. The rest is in the
+        journal.
+    type: list
+    elements: dict
+    default: []
+    suboptions:
+      name:
+        description: Name for messages and for the journal, different for each workload of a node.
+        type: str
+        required: true
+      unit:
+        description: The systemd unit that runs it. C(.service) may be left out.
+        type: str
+      container:
+        description:
+          - Name or id of the container that is it. A container that podman's systemd integration runs is stopped and
+            started by its unit.
+          - Together with O(workloads[].unit), it only tells whose the GPU processes in the container are, for a unit
+            that calls C(docker run).
+        type: str
+      engine:
+        description: The engine of O(workloads[].container).
+        type: str
+        choices: [podman, docker]
+        default: podman
+      stop_timeout:
+        description:
+          - Seconds it may take to end after it was told to. A container is then killed by its engine. A unit follows
+            its own C(TimeoutStopSec), and the module fails if it is still there 30 seconds later than this.
+        type: int
+        default: 60
+      ready:
+        description: Command, as a list of arguments, that exits with 0 once the work does what it is for.
+        type: list
+        elements: str
+        default: []
+      ready_timeout:
+        description: Seconds until it must run, and again until O(workloads[].ready) must have succeeded.
+        type: int
+        default: 120
+  wait:
+    description: Seconds to wait for GPU processes that nobody declared to end by themselves.
+    type: int
+    default: 300
+  undeclared:
+    description:
+      - What happens to GPU processes that nobody declared.
+      - With V(wait), the module fails when O(wait) is over.
+      - With V(refuse), it fails at once.
+      - With V(stop), the service or container they belong to is stopped when O(wait) is over, and started again later.
+        For a process of a login session the module fails.
+    type: str
+    choices: [wait, refuse, stop]
+    default: wait
+  extra_units:
+    description:
+      - Units that are no work although they have GPUs open, because M(gpufleet.driver.gpu_services) stops them. Give
+        it the same list as that module.
+    type: list
+    elements: str
+    default: []
+seealso:
+  - module: gpufleet.driver.gpu_services
+  - module: gpufleet.driver.module_holders_info
+"""
+
+EXAMPLES = r"""
+- name: Stop the work
+  gpufleet.driver.host_workloads:
+    state: stopped
+    workloads:
+      - name: inference
+        unit: inference.service
+        stop_timeout: 120
+        ready: [curl, --fail, --silent, "http://127.0.0.1:8000/health"]
+      - name: notebook
+        container: notebook
+        engine: docker
+    wait: 1800
+
+- name: Start what was running
+  gpufleet.driver.host_workloads:
+    state: started
+"""
+
+RETURN = r"""
+stopped:
+  description: Names of the workloads that were running and were stopped.
+  type: list
+  elements: str
+  returned: with O(state=stopped)
+missing:
+  description: Names of the workloads that are not on this node.
+  type: list
+  elements: str
+  returned: with O(state=stopped)
+undeclared:
+  description:
+    - GPU processes that nobody declared and that were still there when O(wait) was over.
+    - With O(undeclared=stop), their services and containers are among RV(stopped).
+  type: list
+  elements: dict
+  returned: with O(state=stopped)
+  contains:
+    pid:
+      description: Process id.
+      type: int
+      returned: always
+    name:
+      description: Its name, as the kernel keeps it.
+      type: str
+      returned: always
+    title:
+      description: Its id and name, and the largest thing it is part of.
+      type: str
+      returned: always
+    next:
+      description: What would end it.
+      type: str
+      returned: always
+    user:
+      description: Who logged in and started it, or its user.
+      type: str
+      returned: always
+    since:
+      description: When it was started, in Unix seconds.
+      type: float
+      returned: always
+    unit:
+      description: The unit of the system it is in.
+      type: str
+      returned: always
+    container:
+      description: Id of the container it is in.
+      type: str
+      returned: always
+    management:
+      description: Whether it watches GPUs rather than computes on them.
+      type: bool
+      returned: always
+waited:
+  description: Seconds that were waited for them.
+  type: float
+  returned: with O(state=stopped)
+started:
+  description: Names of the workloads that were running before and were started.
+  type: list
+  elements: str
+  returned: with O(state=started)
+left_stopped:
+  description: Names of the workloads that were not running before, and so were not started.
+  type: list
+  elements: str
+  returned: with O(state=started)
+failed_workloads:
+  description: Names of the workloads that did not come back. The module fails if there is one.
+  type: list
+  elements: str
+  returned: with O(state=started)
+workloads:
+  description: State of each workload after this task.
+  type: dict
+  returned: always
+  sample:
+    inference: stopped
+    notebook: missing
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import execution
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import SystemdError
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.workloads import (
+    ENGINES,
+    Holder,
+    Workload,
+    Workloads,
+    WorkloadsError,
+    from_census,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
+
+
+def census() -> list[Holder]:
+    return from_census(holders.take(run=execution.run))
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "state": {"type": "str", "choices": ["stopped", "started"], "required": True},
+            "workloads": {
+                "type": "list",
+                "elements": "dict",
+                "default": [],
+                "options": {
+                    "name": {"type": "str", "required": True},
+                    "unit": {"type": "str"},
+                    "container": {"type": "str"},
+                    "engine": {"type": "str", "choices": list(ENGINES), "default": "podman"},
+                    "stop_timeout": {"type": "int", "default": 60},
+                    "ready": {"type": "list", "elements": "str", "default": []},
+                    "ready_timeout": {"type": "int", "default": 120},
+                },
+                "required_one_of": [("unit", "container")],
+            },
+            "wait": {"type": "int", "default": 300},
+            "undeclared": {"type": "str", "choices": ["wait", "refuse", "stop"], "default": "wait"},
+            "extra_units": {"type": "list", "elements": "str", "default": []},
+            "state_dir": {"type": "path", "default": "/var/lib/gpufleet"},
+        },
+        supports_check_mode=True,
+    )
+    p = module.params
+    declared = [Workload(**{**given, "ready": tuple(given["ready"])}) for given in p["workloads"]]
+    try:
+        journal = Journal.open(p["state_dir"], read_only=module.check_mode)
+        node = Workloads(journal, execution.run, census, module.log, extra_units=p["extra_units"])
+        if p["state"] == "stopped":
+            result = node.stop(declared, p["wait"], p["undeclared"], check=module.check_mode)
+        else:
+            result = node.start(declared, check=module.check_mode)
+    except WorkloadsError as exc:
+        module.fail_json(msg=str(exc), **exc.result)
+    except (SystemdError, JournalError) as exc:
+        module.fail_json(msg=str(exc))
+    for warning in result.pop("warnings", []):
+        module.warn(warning)
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()
