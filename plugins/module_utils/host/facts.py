@@ -74,8 +74,8 @@ def stuck_processes(proc: str = "/proc") -> list[Stuck]:
         name, state = about[about.find("(") + 1 : about.rfind(")")], about[about.rfind(")") + 2 :][:1]
         if state != "D":
             continue
-        where = _read(path / "wchan").strip("\0\n ")
-        frame = re.search(r"(\w+)\+\S+ \[nvidia\w*\]", _read(path / "stack"))
+        where = read(path / "wchan").strip("\0\n ")
+        frame = re.search(r"(\w+)\+\S+ \[nvidia\w*\]", read(path / "stack"))
         if frame or _DRIVER_FUNCTION.match(where) or _OURS.match(name):
             found.append(Stuck(int(path.name), name, frame[1] if frame else where))
     return found
@@ -114,7 +114,8 @@ def wedged_finding(stuck: Iterable[Stuck], report: nvml.Report | None) -> Findin
     )
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
+    """The text of ``path``, or nothing if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -525,16 +526,21 @@ def observe(
 
 def loaded_modules(proc: str = "/proc") -> list[str]:
     """Loaded kernel modules that belong to the driver or build on it, by name."""
-    names = [line.split(" ", 1)[0] for line in _read(Path(proc, "modules")).splitlines()]
+    names = [line.split(" ", 1)[0] for line in read(Path(proc, "modules")).splitlines()]
     return sorted(name for name in names if name.startswith("nvidia") or name in ("gdrdrv", "nv_peer_mem", "nouveau"))
 
 
+def running_kernel(proc: str = "/proc") -> str:
+    """The release of the running kernel, as ``uname -r`` prints it."""
+    return read(Path(proc, "sys/kernel/osrelease")).strip() or os.uname().release
+
+
 def process_names(proc: str = "/proc") -> set[str]:
-    return {_read(path / "comm").strip() for path in Path(proc).iterdir() if path.name.isdigit()}
+    return {read(path / "comm").strip() for path in Path(proc).iterdir() if path.name.isdigit()}
 
 
 def _kernel(run: Runner, roots: Roots, timeout: float) -> tuple[dict[str, Any], list[Finding]]:
-    running = os.uname().release
+    running = running_kernel(roots.proc)
     following = boot.next_kernel(roots.boot, roots.etc)
     status = run(["dkms", "status"], timeout=timeout)
     dkms = boot.parse_dkms_status(status.stdout, status.stderr if status.rc != 127 else "")
@@ -556,7 +562,7 @@ def _kernel(run: Runner, roots: Roots, timeout: float) -> tuple[dict[str, Any], 
             "signer": nvidia.signer,
             "filename": nvidia.filename,
         }
-    compiler = boot.kernel_compiler(_read(Path(roots.proc, "version")))
+    compiler = boot.kernel_compiler(read(Path(roots.proc, "version")))
     findings = boot.kernel_findings(kernels, headers_needed=bool(ours)) + boot.dkms_findings(dkms)
     if ours:
         default = boot.default_compiler(run(["cc", "--version"], timeout=timeout).stdout)
@@ -598,7 +604,7 @@ def _secure_boot(run: Runner, roots: Roots, timeout: float, kernel: str) -> tupl
             if Path(path).exists():
                 tested = run(["mokutil", "--test-key", path], timeout=timeout)
                 keys[path] = boot.parse_test_key(tested.stdout + tested.stderr)
-    keyring = boot.parse_keyring(_read(Path(roots.proc, "keys")))
+    keyring = boot.parse_keyring(read(Path(roots.proc, "keys")))
     facts = {"enabled": enabled, "enrolled": [asdict(key) for key in enrolled], "signing_keys": keys}
     return facts, boot.signature_finding(enabled, module, enrolled, keyring, keys)
 
@@ -630,7 +636,7 @@ def _boot(run: Runner, roots: Roots, timeout: float) -> tuple[dict[str, Any], li
 
 def _initramfs(run: Runner, roots: Roots, timeout: float) -> tuple[dict[str, Any], list[Finding]]:
     following = boot.next_kernel(roots.boot, roots.etc)
-    kernel = following.release or os.uname().release
+    kernel = following.release or running_kernel(roots.proc)
     image = boot.initrd_image(kernel, roots.boot)
     inside = boot.list_initrd(run, image, timeout) if image else None
     facts = {"kernel": kernel, "image": image, "modules": inside}

@@ -62,6 +62,7 @@ CODES = {
     29: "invalid state",
     999: "unknown error",
 }
+FUNCTION_NOT_FOUND = 13
 _LOST = (15, 16, 28)
 COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
 FABRIC_STATES = {0: "not_supported", 1: "not_started", 2: "in_progress", 3: "completed"}
@@ -183,7 +184,7 @@ class _FabricV2(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint), *_Fabric._fields_, ("health", ctypes.c_uint)]
 
 
-class _Placement(ctypes.Structure):
+class Placement(ctypes.Structure):
     _fields_ = [("start", ctypes.c_uint), ("size", ctypes.c_uint)]
 
 
@@ -203,7 +204,7 @@ class _GpuInstance(ctypes.Structure):
         ("device", ctypes.c_void_p),
         ("id", ctypes.c_uint),
         ("profile", ctypes.c_uint),
-        ("placement", _Placement),
+        ("placement", Placement),
     ]
 
 
@@ -222,11 +223,11 @@ class _ComputeInstance(ctypes.Structure):
         ("gpu_instance", ctypes.c_void_p),
         ("id", ctypes.c_uint),
         ("profile", ctypes.c_uint),
-        ("placement", _Placement),
+        ("placement", Placement),
     ]
 
 
-class _Library:
+class Driver:
     """libnvidia-ml with every call checked. Handles are void pointers."""
 
     def __init__(self, handle: ctypes.CDLL) -> None:
@@ -237,7 +238,7 @@ class _Library:
         try:
             function = getattr(self._handle, name)
         except AttributeError:
-            raise NvmlError(13) from None
+            raise NvmlError(FUNCTION_NOT_FOUND) from None
         code = function(*args)
         if code:
             raise NvmlError(code)
@@ -272,7 +273,7 @@ def _observe(library: str) -> dict[str, Any]:
     except OSError as exc:
         return vars(_failed(STATUS[12], f"{library} cannot be loaded: {exc}"))
     path = mapped_file(library)
-    nvml = _Library(handle)
+    nvml = Driver(handle)
     try:
         nvml.call("nvmlInit_v2")
     except NvmlError as exc:
@@ -308,7 +309,7 @@ def _maybe(read: Callable[[], Any]) -> Any:
         return None
 
 
-def _gpu(nvml: _Library, device: ctypes.c_void_p) -> dict[str, Any]:
+def _gpu(nvml: Driver, device: ctypes.c_void_p) -> dict[str, Any]:
     """Everything about one GPU; units: bytes, watts, MHz. ``unknown`` maps each value not had to the reason.
 
     :raises NvmlError: if the GPU is lost or needs a reset; nothing it says is then worth having.
@@ -376,17 +377,17 @@ def _gpu(nvml: _Library, device: ctypes.c_void_p) -> dict[str, Any]:
     }
 
 
-def _clocks(nvml: _Library, device: ctypes.c_void_p, function: str) -> dict[str, int]:
+def _clocks(nvml: Driver, device: ctypes.c_void_p, function: str) -> dict[str, int]:
     graphics, memory = (nvml.uint(function, device, ctypes.c_int(kind)) for kind in (0, 2))
     return {"graphics": graphics, "memory": memory}
 
 
-def _fabric(nvml: _Library, device: ctypes.c_void_p) -> dict[str, Any]:
+def _fabric(nvml: Driver, device: ctypes.c_void_p) -> dict[str, Any]:
     try:
         wanted = _FabricV2(version=ctypes.sizeof(_FabricV2) | 2 << 24)
         info = nvml.struct("nvmlDeviceGetGpuFabricInfoV", wanted, device)
     except NvmlError as exc:
-        if exc.code not in (13, 25):
+        if exc.code not in (FUNCTION_NOT_FOUND, 25):
             raise
         info = nvml.struct("nvmlDeviceGetGpuFabricInfo", _Fabric(), device)
     cluster = bytes(info.cluster).hex()
@@ -398,7 +399,7 @@ def _fabric(nvml: _Library, device: ctypes.c_void_p) -> dict[str, Any]:
     }
 
 
-def _mig_devices(nvml: _Library, device: ctypes.c_void_p) -> list[dict[str, Any]]:
+def _mig_devices(nvml: Driver, device: ctypes.c_void_p) -> list[dict[str, Any]]:
     """The MIG devices that programs can use: uuid, GPU instance id, compute instance id."""
     devices = []
     for index in range(nvml.uint("nvmlDeviceGetMaxMigDeviceCount", device)):
@@ -418,7 +419,7 @@ def _mig_devices(nvml: _Library, device: ctypes.c_void_p) -> list[dict[str, Any]
     return devices
 
 
-def mig_layout(nvml: _Library, device: ctypes.c_void_p) -> list[dict[str, Any]]:
+def mig_layout(nvml: Driver, device: ctypes.c_void_p) -> list[dict[str, Any]]:
     """GPU instances by placement: id, profile (the number ``nvidia-smi mig -cgi`` takes), slices, memory_mb, start,
     size, and compute instances (id, profile, start, size)."""
     found = []
@@ -446,7 +447,7 @@ def mig_layout(nvml: _Library, device: ctypes.c_void_p) -> list[dict[str, Any]]:
     return sorted(found, key=lambda instance: instance["start"])
 
 
-def _compute_instances(nvml: _Library, gpu_instance: ctypes.c_void_p) -> list[dict[str, Any]]:
+def _compute_instances(nvml: Driver, gpu_instance: ctypes.c_void_p) -> list[dict[str, Any]]:
     found = []
     for number in range(_COMPUTE_INSTANCE_PROFILES):
         profile = _ComputeInstanceProfile()
@@ -470,7 +471,7 @@ def _compute_instances(nvml: _Library, gpu_instance: ctypes.c_void_p) -> list[di
     return sorted(found, key=lambda instance: (instance["start"], instance["id"]))
 
 
-def _instances(nvml: _Library, function: str, parent: ctypes.c_void_p, profile: int) -> list[ctypes.c_void_p]:
+def _instances(nvml: Driver, function: str, parent: ctypes.c_void_p, profile: int) -> list[ctypes.c_void_p]:
     handles = (ctypes.c_void_p * _MAX_INSTANCES)()
     count = ctypes.c_uint(_MAX_INSTANCES)
     nvml.call(function, parent, ctypes.c_uint(profile), handles, ctypes.byref(count))
