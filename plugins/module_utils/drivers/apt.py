@@ -8,15 +8,12 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-import fcntl
-import os
+import re
 import shutil
-import struct
-import time
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import apt_text, naming
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import (
@@ -31,19 +28,20 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base impor
     SourceError,
     Staged,
     StagedFile,
+    error,
     read_manifest,
+    read_text,
     sha256,
     staging_directory,
+    wait_for_locks,
+    warning,
     write_manifest,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import run as execute
-from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, WARNING, Finding
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import Finding
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import STATE_DIR
 from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion, of_package
-
-AUTOMATIC_UNITS = ("apt-daily.timer", "apt-daily-upgrade.timer", "unattended-upgrades.service")
-"""What starts upgrades behind our back. A run of theirs that has begun is waited for, never killed."""
 
 _ENV = {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1", "APT_LISTCHANGES_FRONTEND": "none"}
 _LOCKS = ("var/lib/dpkg/lock-frontend", "var/lib/dpkg/lock")
@@ -52,28 +50,13 @@ _DKMS_FAILED = "exit status 10"
 
 
 class Apt(DriverSource):
-    """``root`` is where dpkg's files are read; ``release_holds`` are patterns of held packages we may move;
-    ``hold_all`` holds the complete target set, otherwise holds are carried from each package to its counterpart."""
+    """Everything by apt-get, apt-cache, apt-mark and dpkg-query; options are those of :class:`DriverSource`."""
 
     name = APT
+    automatic_units = ("apt-daily.timer", "apt-daily-upgrade.timer", "unattended-upgrades.service")
 
-    def __init__(
-        self,
-        run: Runner = execute,
-        root: str = "/",
-        state_dir: str = STATE_DIR,
-        release_holds: Sequence[str] = (),
-        hold_all: bool = False,
-        lock_timeout: float = 300.0,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.run = run
-        self.root = Path(root)
-        self.state_dir = state_dir
-        self.release_holds = tuple(release_holds)
-        self.hold_all = hold_all
-        self.lock_timeout = lock_timeout
-        self.sleep = sleep
+    def __init__(self, run: Runner = execute, root: str = "/", state_dir: str = STATE_DIR, **options: Any) -> None:
+        super().__init__(run, root, state_dir, **options)
 
     # reading
 
@@ -111,7 +94,7 @@ class Apt(DriverSource):
     def _pins(self, members: Iterable[apt_text.DpkgPackage]) -> list[apt_text.Pin]:
         directory = self.root / "etc/apt"
         files = [directory / "preferences", *sorted((directory / "preferences.d").glob("*"))]
-        found = [pin for path in files for pin in apt_text.pins(_read(path))]
+        found = [pin for path in files for pin in apt_text.pins(read_text(path))]
         names = [row.name.partition(":")[0] for row in members]
         return [
             pin
@@ -134,18 +117,23 @@ class Apt(DriverSource):
         broken = {row.name: row.state for row in rows if row.state != "installed"}
         if broken:
             found.append(
-                Finding(
-                    "drivers.package_state", ERROR,
+                error(
+                    "drivers.package_state",
                     "dpkg left unfinished: " + ", ".join(f"{name} ({state})" for name, state in sorted(broken.items())),
-                    {"packages": broken}, "dpkg --configure -a, then apt-get install --fix-broken",
+                    {"packages": broken},
+                    "dpkg --configure -a, then apt-get install --fix-broken",
                 )
-            )  # fmt: skip
+            )
         updates = self.root / "var/lib/dpkg/updates"
         if updates.is_dir() and any(entry.name.isdigit() for entry in updates.iterdir()):
             found.append(
-                Finding("drivers.package_state", ERROR, "dpkg was interrupted in the middle of a transaction",
-                        {"directory": str(updates)}, "dpkg --configure -a")
-            )  # fmt: skip
+                error(
+                    "drivers.package_state",
+                    "dpkg was interrupted in the middle of a transaction",
+                    {"directory": str(updates)},
+                    "dpkg --configure -a",
+                )
+            )
         compute = {
             row.name: of_package(row.version)
             for row, parsed in core.values()
@@ -155,41 +143,87 @@ class Apt(DriverSource):
         if len(branches) > 1:
             odd = [n for n, v in compute.items() if v and v.branch != versions[0].split(".")[0]]
             found.append(
-                Finding(
-                    "drivers.two_branches", ERROR,
+                error(
+                    "drivers.two_branches",
                     f"driver libraries of branches {', '.join(sorted(branches))} are installed side by side"
                     + self._origin_of(odd),
-                    {"packages": {n: str(v) for n, v in compute.items()}}, f"apt-get remove {' '.join(odd)}",
+                    {"packages": {n: str(v) for n, v in compute.items()}},
+                    f"apt-get remove {' '.join(odd)}",
                 )
-            )  # fmt: skip
+            )
         elif len(versions) > 1:
             behind = [row.name for row, _ in core.values() if str(of_package(row.version)) == versions[-1]]
             ahead = [row.name for row, _ in core.values() if str(of_package(row.version)) == versions[0]]
             fewer = min((behind, ahead), key=len)
             found.append(
-                Finding(
-                    "drivers.mixed_versions", WARNING,
+                warning(
+                    "drivers.mixed_versions",
                     f"driver packages are at {' and '.join(versions)}; differing: {', '.join(sorted(fewer))}"
                     + self._origin_of(ahead),
                     {"packages": {row.name: row.version for row, _ in core.values()}},
                     "move the whole set to one version",
                 )
-            )  # fmt: skip
+            )
         if two_flavours:
             found.append(
-                Finding("drivers.two_flavours", ERROR, "open and proprietary kernel module packages are both installed",
-                        {}, "remove one of them")
-            )  # fmt: skip
+                error(
+                    "drivers.two_flavours",
+                    "open and proprietary kernel module packages are both installed",
+                    {},
+                    "remove one of them",
+                )
+            )
         return found
 
     def _origin_of(self, names: Iterable[str]) -> str:
         """When and by what one of ``names`` came, from apt's history; empty if the log does not say."""
         wanted = set(names)
-        for entry in reversed(apt_text.history(_read(self.root / "var/log/apt/history.log"))):
+        for entry in reversed(apt_text.history(read_text(self.root / "var/log/apt/history.log"))):
             hit = next((n for n in entry.changed if n in wanted and entry.changed[n][2]), None)
             if hit:
                 return f"; {hit} came at {entry.start} by {entry.command or 'apt'!r}"
         return ""
+
+    def remarks(self, installed: Installed) -> list[Finding]:
+        found = []
+        names = [package.name for package in installed.packages]
+        loose = sorted(set(names) - set(installed.holds))
+        if installed.holds and loose:
+            found.append(
+                warning(
+                    "drivers.hold_coverage",
+                    "some driver packages are held and others are not, so an "
+                    f"automatic upgrade can split the set: {', '.join(loose)}",
+                    {"held": list(installed.holds), "not_held": loose},
+                    f"apt-mark hold {' '.join(loose)}",
+                )
+            )
+        version = _main_version(installed)
+        for name, policy in self._policies(names).items():
+            parsed = naming.parse_deb(name.partition(":")[0])
+            offered = of_package(policy.candidate or "")
+            if parsed is None or offered is None or offered.text == version or name in installed.holds:
+                continue
+            if parsed.role == naming.FABRIC:
+                found.append(
+                    warning(
+                        "drivers.fabric_candidate",
+                        f"apt would move {name} to {policy.candidate} while the "
+                        f"driver is {version}; Fabric Manager has to match it exactly",
+                        {"package": name, "installed": policy.installed, "candidate": policy.candidate},
+                        f"apt-mark hold {name}",
+                    )
+                )
+            elif parsed.role == naming.META and naming.is_transitional(parsed.name, policy.candidate or "", ""):
+                found.append(
+                    warning(
+                        "drivers.transitional_candidate",
+                        f"a normal upgrade of {name} leads to another branch: its candidate is {policy.candidate}",
+                        {"package": name, "candidate": policy.candidate},
+                        f"apt-mark hold {name}",
+                    )
+                )
+        return found
 
     def snapshot(self, installed: Installed) -> Snapshot:
         held, automatic = set(installed.holds), set(installed.automatic)
@@ -202,7 +236,7 @@ class Apt(DriverSource):
             flavour=installed.flavour or naming.PROPRIETARY,
             builds=builds,
             holds=installed.holds,
-            timers=self._active_units(),
+            timers=self.active_units(),
         )
 
     # planning
@@ -217,10 +251,12 @@ class Apt(DriverSource):
             names = naming.deb_counterparts(parsed, target, flavour, naming.deb_origin(build.version))
             wanted[build.name] = (build, parsed, tuple(f"{n}:{foreign}" if foreign else n for n in names))
         if not wanted:
-            nothing = Finding(
-                "drivers.nothing_installed", ERROR, "no driver package is installed, so there is no set to move",
-                {}, "install the driver once by its own instructions",
-            )  # fmt: skip
+            nothing = error(
+                "drivers.nothing_installed",
+                "no driver package is installed, so there is no set to move",
+                {},
+                "install the driver once by its own instructions",
+            )
             return PackagePlan(APT, target.text, flavour, findings=(nothing,))
         policies = self._policies(name for _, _, names in wanted.values() for name in names)
         staged = read_manifest(staging_directory(self.state_dir, target.text))
@@ -237,7 +273,7 @@ class Apt(DriverSource):
             held = self.hold_all or build.held or bool(already and already.held)
             auto = build.auto and (already is None or already.auto)
             builds[name] = Build(name, version, build.arch, held=held, auto=auto)
-        return self._finish(builds, installed, target.text, flavour, findings, self._may_release)
+        return self._finish(builds, installed, target.text, flavour, findings, self.may_release)
 
     def _choose(
         self,
@@ -288,26 +324,21 @@ class Apt(DriverSource):
         seen = {name: list(policies[name].versions) for name in names if name in policies}
         evidence = {"package": old, "looked_for": list(names), "versions": seen}
         if parsed.role in (naming.TOOL, naming.PIN):
-            return [Finding("drivers.stays", WARNING, f"{old} has no build for {target} and stays at {build.version}",
-                            evidence)]  # fmt: skip
+            return [warning("drivers.stays", f"{old} has no build for {target} and stays at {build.version}", evidence)]
         other = next((n for n in names if n in policies and policies[n].candidate), None)
         hint = f"; the repository offers {other} {policies[other].candidate}" if other else ""
         if other and naming.is_transitional(other.partition(":")[0], policies[other].candidate or "", ""):
             hint += ", which only leads to another branch"
         if parsed.role in naming.NEEDED:
             return [
-                Finding(
-                    "drivers.not_available", ERROR, f"{' or '.join(names)} is not available at {target}{hint}",
+                error(
+                    "drivers.not_available",
+                    f"{' or '.join(names)} is not available at {target}{hint}",
                     evidence,
                     f"apt-get update; apt-cache policy {names[0]}; or choose a version the repository has",
                 )
-            ]  # fmt: skip
-        return [
-            Finding("drivers.dropped", WARNING, f"{old} has no counterpart at {target} and is removed{hint}", evidence)
-        ]
-
-    def _may_release(self, name: str) -> bool:
-        return any(fnmatch(name, pattern) for pattern in self.release_holds)
+            ]
+        return [warning("drivers.dropped", f"{old} has no counterpart at {target} and is removed{hint}", evidence)]
 
     def _finish(
         self,
@@ -328,11 +359,13 @@ class Apt(DriverSource):
         refused = [name for name in held if not may_release(name)]
         if refused:
             findings.append(
-                Finding(
-                    "drivers.held", ERROR, f"held packages would have to move: {', '.join(refused)}",
-                    {"held": refused}, "apt-mark unhold them, or name them in release_holds",
+                error(
+                    "drivers.held",
+                    f"held packages would have to move: {', '.join(refused)}",
+                    {"held": refused},
+                    "apt-mark unhold them, or name them in release_holds",
                 )
-            )  # fmt: skip
+            )
         if not changing and not remove and not marks:
             return PackagePlan(APT, target, flavour, findings=tuple(findings))
         records = {
@@ -340,14 +373,23 @@ class Apt(DriverSource):
             for record in self._show([(n, b.version) for n, b in changing.items()])
         }
         sized = []
+        builds_module = False
         for name, build in sorted(builds.items()):
             record = records.get((name.partition(":")[0], build.version), {})
             sized.append(
                 Build(name, build.version, build.arch, int(record.get("Size", "0") or 0), build.held, build.auto)
             )
+            builds_module |= bool(re.search(r"(^|[ ,])dkms\b", record.get("Depends", "")))
             findings += _meta_findings(name, build.version, record)
         return PackagePlan(
-            APT, target, flavour, install=tuple(sized), remove=remove, unhold=held, findings=tuple(findings)
+            APT,
+            target,
+            flavour,
+            install=tuple(sized),
+            remove=remove,
+            unhold=held,
+            builds_module=builds_module,
+            findings=tuple(findings),
         )
 
     def restore(self, snapshot: Snapshot, installed: Installed) -> PackagePlan:
@@ -373,13 +415,13 @@ class Apt(DriverSource):
         return [self._unobtainable_finding(absent)] if absent else []
 
     def _unobtainable_finding(self, absent: Sequence[Build]) -> Finding:
-        return Finding(
-            "drivers.rollback_unavailable", ERROR,
+        return error(
+            "drivers.rollback_unavailable",
             "no repository has the installed builds any more, and they were not saved: "
             + ", ".join(f"{build.name}={build.version}" for build in absent),
             {"packages": {build.name: build.version for build in absent}},
             "put these .debs into /var/cache/apt/archives, or set rollback_required to false to go without a way back",
-        )  # fmt: skip
+        )
 
     # proving
 
@@ -391,28 +433,41 @@ class Apt(DriverSource):
             pairs = apt_text.blocking(done.stdout + done.stderr)
             why = "; ".join(pairs) if pairs else done.describe()
             return [
-                Finding("drivers.transaction", ERROR, f"apt cannot do it in one transaction: {why}", {"pairs": pairs},
-                        " ".join(done.argv))
-            ]  # fmt: skip
+                error(
+                    "drivers.transaction",
+                    f"apt cannot do it in one transaction: {why}",
+                    {"pairs": pairs},
+                    " ".join(done.argv),
+                )
+            ]
         ours = {build.name for build in plan.install} | set(plan.remove)
         changes = apt_text.simulation(done.stdout)
         found = []
         lost = sorted(change.name for change in changes if change.new is None and change.name not in ours)
         if lost:
             found.append(
-                Finding("drivers.collateral", ERROR, f"apt would also remove {', '.join(lost)}", {"packages": lost},
-                        "see who depends on what: apt-cache rdepends --installed <package>")
-            )  # fmt: skip
+                error(
+                    "drivers.collateral",
+                    f"apt would also remove {', '.join(lost)}",
+                    {"packages": lost},
+                    "see who depends on what: apt-cache rdepends --installed <package>",
+                )
+            )
         kernels = sorted(c.name for c in changes if c.new and c.name.startswith("linux-image-"))
         if kernels:
             found.append(
-                Finding("drivers.kernel_moves", ERROR, f"a new kernel would come along: {', '.join(kernels)}",
-                        {"packages": kernels}, "upgrade the kernel first, or hold it")
-            )  # fmt: skip
+                error(
+                    "drivers.kernel_moves",
+                    f"a new kernel would come along: {', '.join(kernels)}",
+                    {"packages": kernels},
+                    "upgrade the kernel first, or hold it",
+                )
+            )
         moved = sorted(c.name for c in changes if c.old and c.new and c.name not in ours and c.name not in kernels)
         if moved:
-            found.append(Finding("drivers.also_upgraded", WARNING, f"apt would also change {', '.join(moved)}",
-                                 {"packages": moved}))  # fmt: skip
+            found.append(
+                warning("drivers.also_upgraded", f"apt would also change {', '.join(moved)}", {"packages": moved})
+            )
         return found
 
     def _simulate(self, plan: PackagePlan) -> Completed:
@@ -438,15 +493,29 @@ class Apt(DriverSource):
                 )
         if offline:
             options = [
-                *options, "--no-download", "-o", f"Dir::Cache::archives={directory}/",
-                "-o", "APT::Keep-Downloaded-Packages=true",
-            ]  # fmt: skip
+                *options,
+                "--no-download",
+                "-o",
+                f"Dir::Cache::archives={directory}/",
+                "-o",
+                "APT::Keep-Downloaded-Packages=true",
+            ]
         return [
-            "apt-get", "--yes", "--allow-downgrades", "--no-install-recommends",
-            "-o", "Dpkg::Options::=--force-confdef", "-o", "Dpkg::Options::=--force-confold",
-            "-o", f"DPkg::Lock::Timeout={self.lock_timeout:.0f}", *options,
-            "install", *arguments, *[f"{name}-" for name in plan.remove],
-        ]  # fmt: skip
+            "apt-get",
+            "--yes",
+            "--allow-downgrades",
+            "--no-install-recommends",
+            "-o",
+            "Dpkg::Options::=--force-confdef",
+            "-o",
+            "Dpkg::Options::=--force-confold",
+            "-o",
+            f"DPkg::Lock::Timeout={self.lock_timeout:.0f}",
+            *options,
+            "install",
+            *arguments,
+            *[f"{name}-" for name in plan.remove],
+        ]
 
     # staging
 
@@ -457,8 +526,9 @@ class Apt(DriverSource):
         )
         if done.ok:
             return None
-        return Finding("drivers.lists", WARNING, f"the package lists could not be refreshed: {done.describe()}",
-                       {}, "apt-get update")  # fmt: skip
+        return warning(
+            "drivers.lists", f"the package lists could not be refreshed: {done.describe()}", {}, "apt-get update"
+        )
 
     def stage(self, plan: PackagePlan) -> Staged:
         done = self._simulate(plan)
@@ -557,59 +627,18 @@ class Apt(DriverSource):
 
     def _make_logs(self, version: str) -> list[str]:
         tree = self.root / "var/lib/dkms"
-        return [_read(tree / module / version / "build/make.log") for module in ("nvidia", "nvidia-srv")]
+        return [read_text(tree / module / version / "build/make.log") for module in ("nvidia", "nvidia-srv")]
 
     def recover(self, timeout: float) -> None:
-        holder = self.wait_for_lock()
+        holder = self.busy()
         if holder:
             raise SourceError(
                 f"{holder} still holds dpkg's lock after {self.lock_timeout:.0f} s; see ps and wait for it"
             )
         self.run(["dpkg", "--configure", "-a", "--force-confdef", "--force-confold"], timeout=timeout, env=_ENV)
 
-    def wait_for_lock(self) -> str | None:
-        """Wait for another package manager to end, at most ``lock_timeout`` seconds; its name if it did not."""
-        waited = 0.0
-        while True:
-            holder = next((h for h in map(self._lock_holder, _LOCKS) if h), None)
-            if holder is None or waited >= self.lock_timeout:
-                return holder
-            self.sleep(1.0)
-            waited += 1.0
-
-    def _lock_holder(self, lock: str) -> str | None:
-        """Who holds a POSIX lock on a file, asked without taking it."""
-        layout = "hhqqi4x"
-        try:
-            descriptor = os.open(self.root / lock, os.O_RDWR)
-        except OSError:
-            return None
-        try:
-            asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-        finally:
-            os.close(descriptor)
-        if kind == fcntl.F_UNLCK:
-            return None
-        comm = _read(Path("/proc") / str(pid) / "comm").strip()
-        return f"process {pid} ({comm or 'gone'})"
-
-    def _active_units(self) -> tuple[str, ...]:
-        if not (self.root / "run/systemd/system").is_dir():
-            return ()
-        done = self.run(["systemctl", "is-active", *AUTOMATIC_UNITS], timeout=30.0)
-        states = done.stdout.splitlines()
-        return tuple(unit for unit, state in zip(AUTOMATIC_UNITS, states) if state.strip() == "active")
-
-    def pause_automatic(self, units: tuple[str, ...]) -> None:
-        if units:
-            done = self.run(["systemctl", "stop", *units], timeout=self.lock_timeout + 30.0)
-            if not done.ok:
-                raise SourceError(f"automatic upgrades could not be stopped: {done.describe()}")
-
-    def resume_automatic(self, units: tuple[str, ...]) -> None:
-        if units:
-            self.run(["systemctl", "start", *units], timeout=60.0)
+    def busy(self) -> str | None:
+        return wait_for_locks([self.root / lock for lock in _LOCKS], self.lock_timeout, self.sleep)
 
     # asking
 
@@ -655,23 +684,26 @@ def _meta_findings(name: str, version: str, record: dict[str, str]) -> list[Find
         return []
     description = record.get("Description", record.get("Description-en", ""))
     if naming.is_transitional(bare, version, description):
-        return [Finding("drivers.transitional", ERROR, f"{name}={version} is a transitional package: {description!r}",
-                        {"package": name, "version": version}, "choose a version of the branch itself")]  # fmt: skip
+        return [
+            error(
+                "drivers.transitional",
+                f"{name}={version} is a transitional package: {description!r}",
+                {"package": name, "version": version},
+                "choose a version of the branch itself",
+            )
+        ]
     depends = record.get("Depends", "") + record.get("Pre-Depends", "")
     if parsed.role == naming.META and not any(word in depends for word in ("nvidia", "libcuda")):
         return [
-            Finding("drivers.empty_meta", ERROR, f"{name}={version} depends on no driver package",
-                    {"package": name, "depends": depends}, "use flavour open: nvidia-open replaces cuda-drivers")
-        ]  # fmt: skip
+            error(
+                "drivers.empty_meta",
+                f"{name}={version} depends on no driver package",
+                {"package": name, "depends": depends},
+                "use flavour open: nvidia-open replaces cuda-drivers",
+            )
+        ]
     return []
 
 
 def _file_name(build: Build) -> str:
     return f"{build.name.partition(':')[0]}_{build.version.replace(':', '%3a')}_{build.arch}.deb"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -16,9 +16,15 @@ DPKG_FORMAT = r"${Package}\t${Architecture}\t${Version}\t${db:Status-Abbrev}\n"
 """The format of ``dpkg-query -W`` that :func:`dpkg_packages` reads."""
 
 _STATES = {
-    "n": "not-installed", "c": "config-files", "H": "half-installed", "U": "unpacked", "F": "half-configured",
-    "W": "triggers-awaited", "t": "triggers-pending", "i": "installed",
-}  # fmt: skip
+    "n": "not-installed",
+    "c": "config-files",
+    "H": "half-installed",
+    "U": "unpacked",
+    "F": "half-configured",
+    "W": "triggers-awaited",
+    "t": "triggers-pending",
+    "i": "installed",
+}
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,7 @@ _MAKE_CAUSES = (
     (re.compile(r"No such file or directory.*build|Unable to find the (?:kernel|development) "), "no kernel headers"),
     (re.compile(r"No space left on device"), "the disk is full"),
     (re.compile(r"command not found|cc: not found|gcc[-\w]*: (?:not found|No such file)"), "the compiler is missing"),
-)  # fmt: skip
+)
 
 
 def make_log_cause(text: str) -> str | None:

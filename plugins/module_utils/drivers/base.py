@@ -8,16 +8,21 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+import struct
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
-from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, Finding, errors
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, WARNING, Finding, errors
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import atomic_write
 from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion, of_package
 
@@ -25,6 +30,16 @@ APT, DNF, ZYPPER, RUNFILE, OPERATOR, NONE = "apt", "dnf", "zypper", "runfile", "
 
 QUERY_SECONDS = 120.0
 """Deadline for a command that only reads package state."""
+
+
+def error(check: str, message: str, evidence: Mapping[str, Any], next: str | None = None) -> Finding:
+    """A finding that stands in the way."""
+    return Finding(check, ERROR, message, evidence, next)
+
+
+def warning(check: str, message: str, evidence: Mapping[str, Any], next: str | None = None) -> Finding:
+    """A finding that somebody should look at."""
+    return Finding(check, WARNING, message, evidence, next)
 
 
 class SourceError(Exception):
@@ -101,7 +116,8 @@ class PackagePlan:
     """One transaction: the whole set moves together. ``findings`` holds refusals (errors) and remarks.
 
     ``unhold`` are held packages that the transaction moves; ``stream`` is the module stream to switch to, if it
-    changes; ``allow_erasing`` is set only where a package is known to replace one of another name.
+    changes; ``allow_erasing`` is set only where a package is known to replace one of another name; ``builds_module``
+    tells that the kernel modules are compiled on the node.
     """
 
     source: str
@@ -112,6 +128,7 @@ class PackagePlan:
     unhold: tuple[str, ...] = ()
     stream: str | None = None
     allow_erasing: bool = False
+    builds_module: bool = False
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -208,10 +225,33 @@ class Staged:
 
 
 class DriverSource(ABC):
-    """One way the driver gets onto a node. Only ``apply``, ``recover`` and the staging methods change anything."""
+    """One way the driver gets onto a node. Only ``apply``, ``recover`` and the staging methods change anything.
+
+    ``root`` is where the system's files are; ``release_holds`` are patterns of held or locked packages that may move;
+    ``hold_all`` holds the complete target set, otherwise holds are carried from each package to its counterpart.
+    """
 
     name: str
-    state_dir: str
+    automatic_units: tuple[str, ...] = ()
+    """What starts upgrades behind our back. A run of theirs that has begun is waited for, never killed."""
+
+    def __init__(
+        self,
+        run: Runner,
+        root: str,
+        state_dir: str,
+        release_holds: Sequence[str] = (),
+        hold_all: bool = False,
+        lock_timeout: float = 300.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.run = run
+        self.root = Path(root)
+        self.state_dir = state_dir
+        self.release_holds = tuple(release_holds)
+        self.hold_all = hold_all
+        self.lock_timeout = lock_timeout
+        self.sleep = sleep
 
     @abstractmethod
     def detect(self) -> Installed:
@@ -260,13 +300,78 @@ class DriverSource(ABC):
     def recover(self, timeout: float) -> None:
         """Bring a package database that an interrupted transaction left behind into a state ``apply`` accepts."""
 
-    @abstractmethod
-    def pause_automatic(self, units: tuple[str, ...]) -> None:
-        """Stop the automatic-upgrade ``units``, which a snapshot found active."""
+    def update(self) -> Finding | None:
+        """Refresh the package lists; what failed is a warning, since yesterday's lists may do."""
+        return None
 
-    @abstractmethod
+    def busy(self) -> str | None:
+        """Wait a bounded time for another package manager to end; who it is, if it did not."""
+        return None
+
+    def remarks(self, installed: Installed) -> list[Finding]:
+        """What deserves a look about ``installed`` although it stands in nobody's way."""
+        return []
+
+    def active_units(self) -> tuple[str, ...]:
+        """Which of :attr:`automatic_units` are active now."""
+        if not self.automatic_units or not (self.root / "run/systemd/system").is_dir():
+            return ()
+        done = self.run(["systemctl", "is-active", *self.automatic_units], timeout=30.0)
+        states = done.stdout.splitlines()
+        return tuple(unit for unit, state in zip(self.automatic_units, states) if state.strip() == "active")
+
+    def pause_automatic(self, units: tuple[str, ...]) -> None:
+        """Stop the automatic-upgrade ``units``, which a snapshot found active. :raises SourceError:"""
+        if units:
+            done = self.run(["systemctl", "stop", *units], timeout=self.lock_timeout + 30.0)
+            if not done.ok:
+                raise SourceError(f"automatic upgrades could not be stopped: {done.describe()}")
+
     def resume_automatic(self, units: tuple[str, ...]) -> None:
-        """Start ``units`` again."""
+        """Start ``units`` again; what fails is systemd's to report."""
+        if units:
+            self.run(["systemctl", "start", *units], timeout=60.0)
+
+    def may_release(self, name: str) -> bool:
+        """Whether the hold or lock on ``name`` is ours to lift."""
+        return any(fnmatch(name, pattern) for pattern in self.release_holds)
+
+
+def lock_holder(path: Path) -> str | None:
+    """Which process holds a POSIX record lock on ``path``, asked without taking it; None if nobody does."""
+    layout = "hhqqi4x"
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    finally:
+        os.close(descriptor)
+    if kind == fcntl.F_UNLCK:
+        return None
+    return f"process {pid} ({read_text(Path('/proc') / str(pid) / 'comm').strip() or 'gone'})"
+
+
+def wait_for_locks(paths: Sequence[Path], timeout: float, sleep: Callable[[float], None]) -> str | None:
+    """Wait until nobody holds any of ``paths``, at most ``timeout`` seconds; who still does, or None."""
+    waited = 0.0
+    while True:
+        holder = next((found for found in map(lock_holder, paths) if found), None)
+        if holder is None or waited >= timeout:
+            return holder
+        sleep(1.0)
+        waited += 1.0
+
+
+def read_text(path: Path, limit: int = 1 << 22) -> str:
+    """The first ``limit`` characters of a file, empty if it cannot be read."""
+    try:
+        with path.open(errors="replace") as stream:
+            return stream.read(limit)
+    except OSError:
+        return ""
 
 
 MANIFEST = "manifest.json"
@@ -322,28 +427,31 @@ def verify(installed: Installed, disk_module: str | None, target: str, kernel: s
     behind = {p.name: p.version for p in installed.packages if not _at(p, target)}
     if behind:
         findings.append(
-            Finding(
-                "drivers.mixed_versions", ERROR,
+            error(
+                "drivers.mixed_versions",
                 f"not every driver package is at {target}: {', '.join(f'{n} {v}' for n, v in sorted(behind.items()))}",
-                {"packages": behind}, "install the whole set again, or put the previous one back",
+                {"packages": behind},
+                "install the whole set again, or put the previous one back",
             )
-        )  # fmt: skip
+        )
     if disk_module is None:
         findings.append(
-            Finding(
-                "drivers.disk_module", ERROR, f"there is no nvidia module for kernel {kernel}, expected {target}",
-                {"kernel": kernel, "expected": target}, f"modinfo -k {kernel} nvidia; dkms status",
+            error(
+                "drivers.disk_module",
+                f"there is no nvidia module for kernel {kernel}, expected {target}",
+                {"kernel": kernel, "expected": target},
+                f"modinfo -k {kernel} nvidia; dkms status",
             )
-        )  # fmt: skip
+        )
     elif disk_module != target:
         findings.append(
-            Finding(
-                "drivers.disk_module", ERROR,
+            error(
+                "drivers.disk_module",
                 f"the nvidia module on disk for kernel {kernel} is {disk_module}, the packages say {target}",
                 {"kernel": kernel, "found": disk_module, "expected": target},
                 f"modinfo -k {kernel} -F filename nvidia, and remove the copy that does not belong there",
             )
-        )  # fmt: skip
+        )
     return Verdict(disk_module, tuple(findings))
 
 

@@ -23,10 +23,10 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base impor
     DriverSource,
     Installed,
     SourceError,
+    error,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import run as execute
-from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, Finding
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import STATE_DIR
 
 _MANAGERS = (("usr/bin/apt-get", APT), ("usr/bin/dnf", DNF), ("usr/bin/dnf4", DNF), ("usr/bin/zypper", ZYPPER))
@@ -49,10 +49,12 @@ def detect(run: Runner = execute, root: str = "/") -> Installed:
     if len(found) == 1:
         return first
     names = " and ".join(installed.source for installed in found)
-    two = Finding(
-        "drivers.two_methods", ERROR, f"the driver was installed twice, by {names}",
-        {"methods": [dict(method) for method in methods]}, "remove one of them by its own means before any upgrade",
-    )  # fmt: skip
+    two = error(
+        "drivers.two_methods",
+        f"the driver was installed twice, by {names}",
+        {"methods": [dict(method) for method in methods]},
+        "remove one of them by its own means before any upgrade",
+    )
     return replace(first, methods=methods, problems=(*first.problems, two))
 
 

@@ -13,12 +13,12 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any, Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import naming, rpm_text
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import (
@@ -33,21 +33,25 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base impor
     SourceError,
     Staged,
     StagedFile,
+    error,
     read_manifest,
+    read_text,
     sha256,
     staging_directory,
+    wait_for_locks,
+    warning,
     write_manifest,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import run as execute
-from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, WARNING, Finding, errors
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import Finding, errors
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import STATE_DIR, atomic_write
 from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion, of_package
 
-AUTOMATIC_UNITS = ("dnf-automatic.timer", "dnf-automatic-install.timer", "dnf-makecache.timer")
 MODULE = "nvidia-driver"
 
 _STREAM_FILE = "etc/dnf/modules.d/nvidia-driver.module"
+_LOCKS = ("var/lib/rpm/.rpm.lock", "usr/lib/sysimage/rpm/.rpm.lock")
 _LOCK_FILE = "etc/dnf/plugins/versionlock.list"
 _DOWNLOAD_SECONDS = 3600.0
 
@@ -75,14 +79,22 @@ def rpm_installed(run: Runner, source: str) -> Installed:
     if len(versions) > 1:
         rows = {row.name: row.version for row in members}
         problems.append(
-            Finding("drivers.mixed_versions", WARNING, f"driver packages are at {' and '.join(versions)}",
-                    {"packages": rows}, "move the whole set to one version")
-        )  # fmt: skip
+            warning(
+                "drivers.mixed_versions",
+                f"driver packages are at {' and '.join(versions)}",
+                {"packages": rows},
+                "move the whole set to one version",
+            )
+        )
     if len(flavours) > 1:
         problems.append(
-            Finding("drivers.two_flavours", ERROR, "open and proprietary kernel module packages are both installed",
-                    {"packages": [row.name for row in kernels]}, "remove one of them")
-        )  # fmt: skip
+            error(
+                "drivers.two_flavours",
+                "open and proprietary kernel module packages are both installed",
+                {"packages": [row.name for row in kernels]},
+                "remove one of them",
+            )
+        )
     members.sort(key=lambda row: row.name)
     return Installed(
         source=source,
@@ -95,34 +107,27 @@ def rpm_installed(run: Runner, source: str) -> Installed:
 
 
 class Dnf(DriverSource):
-    """``root`` is where dnf's files are read and written; ``release_holds`` are patterns of locked packages that may
-    move; ``kernel`` is the kernel that precompiled modules have to be for."""
+    """``kernel`` is what precompiled modules have to be for; other options are those of :class:`DriverSource`."""
 
     name = DNF
+    automatic_units = ("dnf-automatic.timer", "dnf-automatic-install.timer", "dnf-makecache.timer")
 
     def __init__(
         self,
         run: Runner = execute,
         root: str = "/",
         state_dir: str = STATE_DIR,
-        release_holds: Sequence[str] = (),
-        hold_all: bool = False,
-        lock_timeout: float = 300.0,
         kernel: str | None = None,
+        **options: Any,
     ) -> None:
-        self.run = run
-        self.root = Path(root)
-        self.state_dir = state_dir
-        self.release_holds = tuple(release_holds)
-        self.hold_all = hold_all
-        self.lock_timeout = lock_timeout
+        super().__init__(run, root, state_dir, **options)
         self.kernel = kernel or os.uname().release
 
     # reading
 
     def detect(self) -> Installed:
         installed = rpm_installed(self.run, DNF)
-        stream = rpm_text.enabled_stream(_read(self.root / _STREAM_FILE))
+        stream = rpm_text.enabled_stream(read_text(self.root / _STREAM_FILE))
         names = {package.name for package in installed.packages}
         locks = {rpm_text.lock_name(entry) for entry in self._locks()}
         return replace(
@@ -132,7 +137,7 @@ class Dnf(DriverSource):
         )
 
     def _locks(self) -> list[str]:
-        lines = _read(self.root / _LOCK_FILE).splitlines()
+        lines = read_text(self.root / _LOCK_FILE).splitlines()
         return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
     def snapshot(self, installed: Installed) -> Snapshot:
@@ -146,17 +151,19 @@ class Dnf(DriverSource):
             builds=builds,
             holds=tuple(self._locks()),
             streams=installed.streams,
-            timers=self._active_units(),
+            timers=self.active_units(),
         )
 
     # planning
 
     def plan(self, base: Snapshot, installed: Installed, target: DriverVersion, flavour: str) -> PackagePlan:
         if not base.builds:
-            nothing = Finding(
-                "drivers.nothing_installed", ERROR, "no driver package is installed, so there is no set to move",
-                {}, "install the driver once by its own instructions",
-            )  # fmt: skip
+            nothing = error(
+                "drivers.nothing_installed",
+                "no driver package is installed, so there is no set to move",
+                {},
+                "install the driver once by its own instructions",
+            )
             return PackagePlan(DNF, target.text, flavour, findings=(nothing,))
         findings: list[Finding] = []
         stream = self._stream(base, target, flavour, findings)
@@ -177,7 +184,7 @@ class Dnf(DriverSource):
             held = self.hold_all or build.held or bool(found.name in builds and builds[found.name].held)
             builds[found.name] = Build(found.name, found.version, found.arch, found.bytes, held)
         renamed = any(_role(n) == naming.FABRIC and n not in builds for n in installed.builds())
-        return self._finish(builds, installed, target.text, flavour, stream, findings, renamed, self._may_release)
+        return self._finish(builds, installed, target.text, flavour, stream, findings, renamed, self.may_release)
 
     def _stream(self, base: Snapshot, target: DriverVersion, flavour: str, findings: list[Finding]) -> str | None:
         """The stream to enable, None to leave things as they are; a stream we cannot read is a finding."""
@@ -186,9 +193,7 @@ class Dnf(DriverSource):
         try:
             current = naming.Stream.parse(base.streams[0])
         except ValueError as exc:
-            findings.append(
-                Finding("drivers.stream", ERROR, str(exc), {"stream": base.streams[0]}, f"dnf module list {MODULE}")
-            )
+            findings.append(error("drivers.stream", str(exc), {"stream": base.streams[0]}, f"dnf module list {MODULE}"))
             return None
         wanted = naming.stream_for(current, target, flavour)
         if current.branch == "latest" and current.open == (flavour == naming.OPEN):
@@ -219,20 +224,20 @@ class Dnf(DriverSource):
         seen = sorted({offer.nevra for offer in offered if offer.name in names})
         evidence = {"package": old, "looked_for": list(names), "offered": seen}
         if parsed.stem == "kmod-nvidia":
-            return Finding(
-                "drivers.no_precompiled", ERROR,
-                f"there is no precompiled module of {target} for kernel {self.kernel} ({names[0]})", evidence,
+            return error(
+                "drivers.no_precompiled",
+                f"there is no precompiled module of {target} for kernel {self.kernel} ({names[0]})",
+                evidence,
                 "hold the kernel until it is published, take a version that has one, or move to a -dkms stream",
-            )  # fmt: skip
+            )
         if parsed.role in naming.NEEDED:
-            return Finding(
-                "drivers.not_available", ERROR, f"{' or '.join(names)} is not available at {target}", evidence,
+            return error(
+                "drivers.not_available",
+                f"{' or '.join(names)} is not available at {target}",
+                evidence,
                 f"dnf --showduplicates list {names[0]}; or choose a version the repository has",
-            )  # fmt: skip
-        return Finding("drivers.dropped", WARNING, f"{old} has no counterpart at {target} and is removed", evidence)
-
-    def _may_release(self, name: str) -> bool:
-        return any(fnmatch(name, pattern) for pattern in self.release_holds)
+            )
+        return warning("drivers.dropped", f"{old} has no counterpart at {target} and is removed", evidence)
 
     def _finish(
         self,
@@ -243,25 +248,37 @@ class Dnf(DriverSource):
         stream: str | None,
         findings: list[Finding],
         renamed: bool,
-        may_release: object,
+        may_release: Callable[[str], bool],
     ) -> PackagePlan:
         now = installed.builds()
         changing = [name for name, build in builds.items() if now.get(name) != build.version]
         remove = tuple(sorted(name for name in now if name not in builds))
         held = tuple(name for name in installed.holds if name in changing or name in remove)
-        refused = [name for name in held if not (callable(may_release) and may_release(name))]
+        refused = [name for name in held if not may_release(name)]
         if refused:
             findings.append(
-                Finding("drivers.held", ERROR, f"locked packages would have to move: {', '.join(refused)}",
-                        {"held": refused}, "dnf versionlock delete them, or name them in release_holds")
-            )  # fmt: skip
+                error(
+                    "drivers.held",
+                    f"locked packages would have to move: {', '.join(refused)}",
+                    {"held": refused},
+                    "dnf versionlock delete them, or name them in release_holds",
+                )
+            )
         marks = any(build.held != (name in installed.holds) for name, build in builds.items())
         if not changing and not remove and not marks and stream is None:
             return PackagePlan(DNF, target, flavour, findings=tuple(findings))
         return PackagePlan(
-            DNF, target, flavour, tuple(builds[name] for name in sorted(builds)), remove, held, stream,
-            allow_erasing=renamed, findings=tuple(findings),
-        )  # fmt: skip
+            DNF,
+            target,
+            flavour,
+            tuple(builds[name] for name in sorted(builds)),
+            remove,
+            held,
+            stream,
+            allow_erasing=renamed,
+            builds_module=any("dkms" in name for name in builds),
+            findings=tuple(findings),
+        )
 
     def restore(self, snapshot: Snapshot, installed: Installed) -> PackagePlan:
         builds = {build.name: build for build in snapshot.builds}
@@ -308,26 +325,39 @@ class Dnf(DriverSource):
         if lacking:
             reasons = rpm_text.problems(text)
             return [
-                Finding(
-                    "drivers.transaction", ERROR,
+                error(
+                    "drivers.transaction",
                     f"dnf cannot do it in one transaction; it would leave out {', '.join(lacking)}"
                     + (f": {'; '.join(reasons[:5])}" if reasons else ""),
-                    {"lacking": lacking, "reasons": reasons}, "dnf repolist; dnf module list nvidia-driver",
+                    {"lacking": lacking, "reasons": reasons},
+                    "dnf repolist; dnf module list nvidia-driver",
                 )
-            ]  # fmt: skip
+            ]
         ours = {build.name for build in plan.install} | set(plan.remove)
         found = []
         lost = sorted(c.name for c in changes if c.action == "remove" and c.name not in ours)
         if lost:
-            found.append(Finding("drivers.collateral", ERROR, f"dnf would also remove {', '.join(lost)}",
-                                 {"packages": lost}, f"dnf repoquery --installed --whatrequires {lost[0]}"))  # fmt: skip
+            found.append(
+                error(
+                    "drivers.collateral",
+                    f"dnf would also remove {', '.join(lost)}",
+                    {"packages": lost},
+                    f"dnf repoquery --installed --whatrequires {lost[0]}",
+                )
+            )
         kernels = sorted({c.name for c in changes if c.action == "install" and c.name in ("kernel", "kernel-core")})
         if kernels:
-            found.append(Finding("drivers.kernel_moves", ERROR, f"a new kernel would come along: {', '.join(kernels)}",
-                                 {"packages": kernels}, "upgrade the kernel first, or exclude it"))  # fmt: skip
+            found.append(
+                error(
+                    "drivers.kernel_moves",
+                    f"a new kernel would come along: {', '.join(kernels)}",
+                    {"packages": kernels},
+                    "upgrade the kernel first, or exclude it",
+                )
+            )
         return found
 
-    def _shell(self, plan: PackagePlan, options: Sequence[str], timeout: float) -> Completed:
+    def _shell(self, plan: PackagePlan, options: Sequence[str], timeout: float, offline: bool = True) -> Completed:
         """Play ``plan`` as one ``dnf shell`` transaction from the metadata of the staging cache."""
         lines = [f"module enable {MODULE}:{plan.stream}"] if plan.stream else []
         now = {package.name for package in rpm_installed(self.run, DNF).packages}
@@ -339,7 +369,7 @@ class Dnf(DriverSource):
         with tempfile.NamedTemporaryFile("w", prefix="gpufleet-dnf-") as script:
             script.write("\n".join([*lines, "run", ""]))
             script.flush()
-            argv = [*self._dnf(), "--assumeyes", "--setopt=module_stream_switch=1", *options]
+            argv = [*self._dnf(offline), "--assumeyes", "--setopt=module_stream_switch=1", *options]
             argv += ["--allowerasing"] if plan.allow_erasing else []
             return self.run([*argv, "shell", script.name], timeout=timeout)
 
@@ -359,9 +389,14 @@ class Dnf(DriverSource):
     def _dnf(self, offline: bool = True) -> list[str]:
         cache = staging_directory(self.state_dir, "dnf-cache")
         return [
-            "dnf", *(["--cacheonly"] if offline else []), f"--setopt=cachedir={cache}", "--setopt=keepcache=1",
-            "--setopt=clean_requirements_on_remove=0", "--setopt=install_weak_deps=0", "--color=never",
-        ]  # fmt: skip
+            "dnf",
+            *(["--cacheonly"] if offline else []),
+            f"--setopt=cachedir={cache}",
+            "--setopt=keepcache=1",
+            "--setopt=clean_requirements_on_remove=0",
+            "--setopt=install_weak_deps=0",
+            "--color=never",
+        ]
 
     # staging
 
@@ -371,8 +406,9 @@ class Dnf(DriverSource):
         done = self.run([*self._dnf(offline=False), "--quiet", "makecache"], timeout=600.0)
         if done.ok:
             return None
-        return Finding("drivers.lists", WARNING, f"the package lists could not be refreshed: {done.describe()}",
-                       {}, "dnf makecache")  # fmt: skip
+        return warning(
+            "drivers.lists", f"the package lists could not be refreshed: {done.describe()}", {}, "dnf makecache"
+        )
 
     def stage(self, plan: PackagePlan) -> Staged:
         directory = staging_directory(self.state_dir, plan.target)
@@ -382,25 +418,15 @@ class Dnf(DriverSource):
         if not lacking:
             return before
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        done = self._download(plan, directory)
-        return self._record(plan.install, directory, before, done)
+        options = ["--downloadonly", f"--downloaddir={directory}"]
+        done = self._shell(plan, options, _DOWNLOAD_SECONDS, offline=False)
+        staged = self._record(plan.install, directory, before)
+        absent = [build.name for build in lacking if staged.find(build.name, build.version) is None]
+        if absent:
+            raise SourceError(f"dnf did not download {', '.join(absent)}: {done.describe()}; nothing was installed")
+        return staged
 
-    def _download(self, plan: PackagePlan, directory: Path) -> Completed:
-        online = replace(plan, findings=())
-        argv = ["--setopt=keepcache=1", "--downloadonly", f"--downloaddir={directory}"]
-        run, cached = self.run, self._dnf
-
-        def fetch(offline: bool = True) -> list[str]:
-            return cached(offline=False)
-
-        self._dnf = fetch  # type: ignore[method-assign]
-        try:
-            return self._shell(online, argv, _DOWNLOAD_SECONDS)
-        finally:
-            self._dnf = cached  # type: ignore[method-assign]
-            self.run = run
-
-    def _record(self, builds: Sequence[Build], directory: Path, before: Staged, done: Completed) -> Staged:
+    def _record(self, builds: Sequence[Build], directory: Path, before: Staged) -> Staged:
         files = {(file.name, file.version): file for file in before.files}
         for build in builds:
             path = directory / _file_name(build)
@@ -425,7 +451,20 @@ class Dnf(DriverSource):
                     os.link(file, link)
 
     def save_builds(self, snapshot: Snapshot) -> tuple[Staged, list[Finding]]:
-        raise NotImplementedError
+        directory = staging_directory(self.state_dir, snapshot.version)
+        before = read_manifest(directory)
+        absent = self._absent(snapshot)
+        lacking = [b for b in snapshot.builds if b not in absent and before.find(b.name, b.version) is None]
+        if lacking:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            names = [f"{build.name}-{build.version}.{build.arch}" for build in lacking]
+            argv = [*self._dnf(offline=False), "--assumeyes", "--downloadonly", f"--downloaddir={directory}"]
+            done = self.run([*argv, "reinstall", *names], timeout=_DOWNLOAD_SECONDS)
+            before = self._record(snapshot.builds, directory, before)
+            absent += [build for build in lacking if before.find(build.name, build.version) is None]
+            if not before.files:
+                raise SourceError(f"today's packages could not be saved: {done.describe()}")
+        return before, [_unobtainable(absent)] if absent else []
 
     # changing
 
@@ -462,20 +501,8 @@ class Dnf(DriverSource):
         """An rpm transaction that was killed leaves packages of both versions; the next one removes the old."""
         self.run(["rpm", "--rebuilddb"], timeout=timeout)
 
-    def _active_units(self) -> tuple[str, ...]:
-        if not (self.root / "run/systemd/system").is_dir():
-            return ()
-        done = self.run(["systemctl", "is-active", *AUTOMATIC_UNITS], timeout=30.0)
-        states = done.stdout.splitlines()
-        return tuple(unit for unit, state in zip(AUTOMATIC_UNITS, states) if state.strip() == "active")
-
-    def pause_automatic(self, units: tuple[str, ...]) -> None:
-        if units:
-            self.run(["systemctl", "stop", *units], timeout=60.0)
-
-    def resume_automatic(self, units: tuple[str, ...]) -> None:
-        if units:
-            self.run(["systemctl", "start", *units], timeout=60.0)
+    def busy(self) -> str | None:
+        return wait_for_locks([self.root / lock for lock in _LOCKS], self.lock_timeout, self.sleep)
 
     def _offers(self, names: Iterable[str]) -> list[rpm_text.Rpm]:
         wanted = sorted(set(names))
@@ -484,10 +511,18 @@ class Dnf(DriverSource):
         if not staging_directory(self.state_dir, "dnf-cache").is_dir():
             self.update()
         done = self.run(
-            [*self._dnf(), "--quiet", "repoquery", "--disable-modular-filtering", "--showduplicates", "--qf",
-             rpm_text.REPOQUERY_FORMAT, *wanted],
+            [
+                *self._dnf(),
+                "--quiet",
+                "repoquery",
+                "--disable-modular-filtering",
+                "--showduplicates",
+                "--qf",
+                rpm_text.REPOQUERY_FORMAT,
+                *wanted,
+            ],
             timeout=QUERY_SECONDS,
-        )  # fmt: skip
+        )
         if not done.ok:
             raise SourceError(f"dnf cannot say what its repositories have: {done.describe()}")
         return rpm_text.offers(done.stdout)
@@ -499,21 +534,14 @@ def _role(name: str) -> str | None:
 
 
 def _unobtainable(absent: Sequence[Build]) -> Finding:
-    return Finding(
-        "drivers.rollback_unavailable", ERROR,
+    return error(
+        "drivers.rollback_unavailable",
         "no repository has the installed builds any more, and they were not saved: "
         + ", ".join(f"{build.name}-{build.version}" for build in absent),
         {"packages": {build.name: build.version for build in absent}},
         "add a repository that has them, or set rollback_required to false to go without a way back",
-    )  # fmt: skip
+    )
 
 
 def _file_name(build: Build) -> str:
     return f"{build.name}-{build.version.rpartition(':')[2]}.{build.arch}.rpm"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

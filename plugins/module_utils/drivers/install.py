@@ -26,6 +26,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base impor
     Staged,
     Verdict,
     disk_module_version,
+    error,
     read_manifest,
     staging_directory,
     verify,
@@ -83,7 +84,13 @@ class Result:
             "reboot_required": bool(self.reboot_reasons),
             "reboot_reasons": list(self.reboot_reasons),
             "findings": [finding.as_dict() for finding in self.findings],
+            **({"msg": self.message} if self.message else {}),
         }
+
+    def diff(self) -> dict[str, str]:
+        """The package lists before and after, one ``name version`` a line."""
+        before, after = ("".join(f"{n} {v}\n" for n, v in sorted(m.items())) for m in (self.before, self.after))
+        return {"before_header": "packages", "after_header": "packages", "before": before, "after": after}
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,8 @@ def stage(
     findings += lost if rollback_required else [replace(finding, level="warning") for finding in lost]
     if errors(findings):
         raise Refused(findings)
+    if plan.empty:
+        return StageResult(False, plan, Staged(""), Staged(""), tuple(findings))
     directory = staging_directory(source.state_dir, target.text)
     back = staging_directory(source.state_dir, base.version)
     if check_mode:
@@ -156,9 +165,41 @@ def stage(
         )
         return StageResult(missing, plan, ready, saved, tuple(findings))
     rollback, unsaved = source.save_builds(base)
-    files = Staged(str(directory)) if plan.empty else source.stage(plan)
+    files = source.stage(plan)
     findings += [replace(finding, level="warning") for finding in unsaved if finding not in lost]
     return StageResult(files.changed or rollback.changed, plan, files, rollback, tuple(findings))
+
+
+def bring(
+    source: DriverSource,
+    journal: Journal,
+    node: Node,
+    target: DriverVersion | None,
+    flavour: str,
+    now: Callable[[], float],
+    *,
+    loaded_allowed: bool = False,
+    rollback_required: bool = True,
+    timeout: float = 1800.0,
+    check_mode: bool = False,
+) -> Result:
+    """Bring the node to ``target``, or back to what it was where ``target`` is None."""
+    if target is None:
+        return restore(
+            source, journal, node, now, loaded_allowed=loaded_allowed, timeout=timeout, check_mode=check_mode
+        )
+    return install(
+        source,
+        journal,
+        node,
+        target,
+        flavour,
+        now,
+        loaded_allowed=loaded_allowed,
+        rollback_required=rollback_required,
+        timeout=timeout,
+        check_mode=check_mode,
+    )
 
 
 def install(
@@ -298,11 +339,12 @@ def _after(installed: Installed, plan: PackagePlan) -> dict[str, str]:
 
 
 def _loaded_finding(loaded: str) -> Finding:
-    return Finding(
-        "drivers.loaded", "error",
+    return error(
+        "drivers.loaded",
         f"the nvidia module ({loaded}) is loaded; with new libraries under it NVML fails until it is reloaded",
-        {"loaded": loaded}, "unload it first (gpufleet.driver.kernel_modules), or set loaded to allow and reboot",
-    )  # fmt: skip
+        {"loaded": loaded},
+        "unload it first (gpufleet.driver.kernel_modules), or set loaded to allow and reboot",
+    )
 
 
 def _reboot_reasons(loaded: str | None, target: str) -> tuple[str, ...]:

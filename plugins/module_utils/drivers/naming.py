@@ -21,8 +21,17 @@ OPEN, PROPRIETARY = "open", "proprietary"
 FLAVOURS = (OPEN, PROPRIETARY)
 
 META, KERNEL, COMMON, FIRMWARE, COMPUTE, UTILS, FABRIC, LIBRARY, PIN, TOOL = (
-    "meta", "kernel", "common", "firmware", "compute", "utils", "fabric", "library", "pin", "tool",
-)  # fmt: skip
+    "meta",
+    "kernel",
+    "common",
+    "firmware",
+    "compute",
+    "utils",
+    "fabric",
+    "library",
+    "pin",
+    "tool",
+)
 NEEDED = (KERNEL, COMMON, COMPUTE, UTILS, FABRIC)
 """Roles a node cannot lose in a move; a set without a counterpart for one of them is refused."""
 
@@ -122,8 +131,13 @@ _DEBIAN_FLAVOUR = {
 }
 
 TOOLS = (
-    "nvidia-settings", "nvidia-modprobe", "nvidia-persistenced", "nvidia-xconfig", "libxnvctrl0", "libxnvctrl-dev",
-)  # fmt: skip
+    "nvidia-settings",
+    "nvidia-modprobe",
+    "nvidia-persistenced",
+    "nvidia-xconfig",
+    "libxnvctrl0",
+    "libxnvctrl-dev",
+)
 """Move with the driver only where they carry its version; Ubuntu's and Debian's own have other versions and stay."""
 
 _VERSION = r"\d{3}\.\d{1,3}(?:\.\d{1,3})?"
@@ -163,9 +177,14 @@ def parse_deb(name: str) -> DriverPackage | None:
     found = _UBUNTU_KERNEL.match(name)
     if found:
         return DriverPackage(
-            name, f"linux-{found['kind']}-nvidia", KERNEL if found["kind"] == "modules" else LIBRARY, found["branch"],
-            bool(found["server"]), bool(found["open"]), kernel=found["kernel"],
-        )  # fmt: skip
+            name,
+            f"linux-{found['kind']}-nvidia",
+            KERNEL if found["kind"] == "modules" else LIBRARY,
+            found["branch"],
+            bool(found["server"]),
+            bool(found["open"]),
+            kernel=found["kernel"],
+        )
     if name in _DEBIAN:
         return DriverPackage(name, name, _DEBIAN[name], open="open" in name)
     if name in TOOLS:
@@ -175,9 +194,7 @@ def parse_deb(name: str) -> DriverPackage | None:
         return None
     stem = found["stem"]
     is_open = bool(found["open"]) or stem == "nvidia-open"
-    return DriverPackage(
-        name, stem, _UBUNTU[stem], found["branch"], bool(found["server"]), is_open, found["version"]
-    )  # fmt: skip
+    return DriverPackage(name, stem, _UBUNTU[stem], found["branch"], bool(found["server"]), is_open, found["version"])
 
 
 def deb_origin(version: str) -> str:
@@ -308,9 +325,14 @@ def parse_rpm(name: str) -> DriverPackage | None:
     found = _EL_KMOD.match(name)
     if found:
         return DriverPackage(
-            name, "kmod-nvidia", KERNEL, found["version"].split(".")[0], open=bool(found["open"]),
-            version=found["version"], kernel=found["kernel"],
-        )  # fmt: skip
+            name,
+            "kmod-nvidia",
+            KERNEL,
+            found["version"].split(".")[0],
+            open=bool(found["open"]),
+            version=found["version"],
+            kernel=found["kernel"],
+        )
     found = _EL_FABRIC.match(name)
     if found:
         return DriverPackage(name, found["stem"], _EL[found["stem"]], found["branch"])

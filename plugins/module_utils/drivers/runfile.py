@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import naming
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import (
@@ -29,14 +30,16 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base impor
     Staged,
     StagedFile,
     disk_module_version,
+    error,
     read_manifest,
+    read_text,
     sha256,
     staging_directory,
     write_manifest,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import run as execute
-from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, Finding
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import Finding
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import STATE_DIR
 from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion
 
@@ -100,10 +103,9 @@ class Runfile(DriverSource):
         checksum: str | None = None,
         previous: str | None = None,
         kernel: str | None = None,
+        **options: Any,
     ) -> None:
-        self.run = run
-        self.root = Path(root)
-        self.state_dir = state_dir
+        super().__init__(run, root, state_dir, **options)
         self.file = Path(file) if file else None
         self.checksum = checksum
         self.previous = Path(previous) if previous else None
@@ -112,7 +114,7 @@ class Runfile(DriverSource):
     def detect(self) -> Installed:
         if not (self.root / _UNINSTALL).exists():
             return Installed(source=RUNFILE)
-        version = log_version(_read(self.root / _LOG))
+        version = log_version(read_text(self.root / _LOG))
         evidence = {"source": RUNFILE, "evidence": f"/{_UNINSTALL} exists, /{_LOG} says {version or 'nothing'}"}
         if version is None:
             return Installed(source=RUNFILE, methods=(evidence,), packages=(Package(PACKAGE, "unknown", ""),))
@@ -141,22 +143,48 @@ class Runfile(DriverSource):
         findings = [] if self._staged(target.text) else self._file_findings(target)
         size = self.file.stat().st_size if self.file and self.file.is_file() else 0
         build = Build(PACKAGE, target.text, os.uname().machine, size)
-        return PackagePlan(RUNFILE, target.text, flavour, install=(build,), findings=tuple(findings))
+        return PackagePlan(
+            RUNFILE, target.text, flavour, install=(build,), builds_module=True, findings=tuple(findings)
+        )
 
     def _file_findings(self, target: DriverVersion) -> list[Finding]:
         if self.file is None or not self.file.is_file():
-            return [Finding("drivers.runfile", ERROR, f"the installer {self.file or '(none given)'} is not on this node",
-                            {}, f"put NVIDIA-Linux-{os.uname().machine}-{target}.run there and set runfile")]  # fmt: skip
+            return [
+                error(
+                    "drivers.runfile",
+                    f"the installer {self.file or '(none given)'} is not on this node",
+                    {},
+                    f"put NVIDIA-Linux-{os.uname().machine}-{target}.run there and set runfile",
+                )
+            ]
         if file_version(self.file.name) != target.text:
-            return [Finding("drivers.runfile", ERROR, f"{self.file.name} is not the installer of {target}",
-                            {"file": str(self.file)}, "set runfile to the installer of the target version")]  # fmt: skip
+            return [
+                error(
+                    "drivers.runfile",
+                    f"{self.file.name} is not the installer of {target}",
+                    {"file": str(self.file)},
+                    "set runfile to the installer of the target version",
+                )
+            ]
         if not self.checksum:
-            return [Finding("drivers.runfile", ERROR, f"no checksum was given for {self.file.name}",
-                            {}, "set runfile_checksum to the SHA-256 that NVIDIA publishes beside it")]  # fmt: skip
+            return [
+                error(
+                    "drivers.runfile",
+                    f"no checksum was given for {self.file.name}",
+                    {},
+                    "set runfile_checksum to the SHA-256 that NVIDIA publishes beside it",
+                )
+            ]
         found = sha256(self.file)
         if found != self.checksum.lower():
-            return [Finding("drivers.runfile", ERROR, f"{self.file.name} has SHA-256 {found}, expected {self.checksum}",
-                            {"found": found, "expected": self.checksum}, "download it again")]  # fmt: skip
+            return [
+                error(
+                    "drivers.runfile",
+                    f"{self.file.name} has SHA-256 {found}, expected {self.checksum}",
+                    {"found": found, "expected": self.checksum},
+                    "download it again",
+                )
+            ]
         return []
 
     def restore(self, snapshot: Snapshot, installed: Installed) -> PackagePlan:
@@ -169,12 +197,14 @@ class Runfile(DriverSource):
         if self._staged(snapshot.version) or self._previous(snapshot.version):
             return []
         return [
-            Finding(
-                "drivers.rollback_unavailable", ERROR, f"the installer of {snapshot.version} was not kept",
-                {"version": snapshot.version}, f"put NVIDIA-Linux-{os.uname().machine}-{snapshot.version}.run on the "
+            error(
+                "drivers.rollback_unavailable",
+                f"the installer of {snapshot.version} was not kept",
+                {"version": snapshot.version},
+                f"put NVIDIA-Linux-{os.uname().machine}-{snapshot.version}.run on the "
                 "node and set previous_runfile, or set rollback_required to false",
             )
-        ]  # fmt: skip
+        ]
 
     def _staged(self, version: str) -> StagedFile | None:
         return read_manifest(staging_directory(self.state_dir, version)).find(PACKAGE, version)
@@ -224,24 +254,10 @@ class Runfile(DriverSource):
         version = DriverVersion.parse(plan.target)
         done = self.run(installer_argv(file, version, plan.flavour, self.kernel, dkms), timeout=timeout)
         if not done.ok and disk_module_version(self.run, self.kernel) != plan.target:
-            said = log_errors(_read(self.root / _LOG))
+            said = log_errors(read_text(self.root / _LOG))
             raise SourceError(
                 f"the installer of {plan.target} failed: {said[0] if said else done.describe()}; see /{_LOG}"
             )
 
     def recover(self, timeout: float) -> None:
         """Nothing to do: ``apply`` takes away whatever part of a driver is there before it installs."""
-
-    def pause_automatic(self, units: tuple[str, ...]) -> None:
-        """Nothing upgrades a runfile by itself."""
-
-    def resume_automatic(self, units: tuple[str, ...]) -> None:
-        """Nothing upgrades a runfile by itself."""
-
-
-def _read(path: Path) -> str:
-    try:
-        with path.open(errors="replace") as stream:
-            return stream.read(1 << 20)
-    except OSError:
-        return ""

@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """The driver on SUSE: detected and judged, not moved.
 
-The signed kernel module comes from SUSE and the libraries from NVIDIA, each with its own pace; a plan names the commands
+The signed kernel module comes from SUSE and the libraries from NVIDIA, each at its own pace; a plan names the commands
 that move both to one version, and refuses to run them.
 
 Private to this collection: may change in any release.
@@ -12,7 +12,7 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import naming, rpm_text
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import (
@@ -25,11 +25,12 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base impor
     Snapshot,
     SourceError,
     Staged,
+    error,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.dnf import rpm_installed
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import run as execute
-from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, Finding
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import Finding
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import STATE_DIR
 from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion, of_package
 
@@ -39,13 +40,8 @@ class Zypper(DriverSource):
 
     name = ZYPPER
 
-    def __init__(
-        self, run: Runner = execute, root: str = "/", state_dir: str = STATE_DIR, release_holds: Sequence[str] = ()
-    ) -> None:
-        self.run = run
-        self.root = root
-        self.state_dir = state_dir
-        self.release_holds = tuple(release_holds)
+    def __init__(self, run: Runner = execute, root: str = "/", state_dir: str = STATE_DIR, **options: Any) -> None:
+        super().__init__(run, root, state_dir, **options)
 
     def detect(self) -> Installed:
         return rpm_installed(self.run, ZYPPER)
@@ -69,10 +65,12 @@ class Zypper(DriverSource):
             )
         else:
             reason = "this release plans SUSE's packages but does not move them"
-        finding = Finding(
-            "drivers.zypper", ERROR, reason, {"offered": {name: list(v) for name, v in offered.items()}},
+        finding = error(
+            "drivers.zypper",
+            reason,
+            {"offered": {name: list(v) for name, v in offered.items()}},
             f"zypper install --oldpackage {spec} && zypper addlock {' '.join(names)}" if names and not here else None,
-        )  # fmt: skip
+        )
         return PackagePlan(ZYPPER, target.text, flavour, findings=(finding,))
 
     def _offered(self, names: Sequence[str]) -> dict[str, list[str]]:
@@ -106,12 +104,6 @@ class Zypper(DriverSource):
         _refuse()
 
     def recover(self, timeout: float) -> None:
-        _refuse()
-
-    def pause_automatic(self, units: tuple[str, ...]) -> None:
-        _refuse()
-
-    def resume_automatic(self, units: tuple[str, ...]) -> None:
         _refuse()
 
 
