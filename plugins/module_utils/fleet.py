@@ -109,8 +109,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Durations:
-    """Measured times in seconds: one node from empty to validated, and a whole machine's reboot if one is needed."""
+    """Measured times in seconds: emptying a batch, installing and validating on an empty node, rebooting if needed."""
 
+    evacuate: float = 180.0
     install: float = 420.0
     validate: float = 60.0
     reboot: float = 0.0

@@ -8,12 +8,14 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from ..fleet import BadSnapshot, Node, Snapshot, check, parse, read
 from ..version import DriverVersion
-from .policy import BadPolicy, Policy, canary_of
+from .compatibility import NAMES as FIELD_NAMES
+from .policy import BadPolicy, Policy, Window, canary_of
 
 
 def snapshot_of(options: Mapping[str, Any]) -> Snapshot:
@@ -46,7 +48,7 @@ def _plain_node(item: Mapping[str, Any], index: int) -> Node:
 
 
 def policy_of(options: Mapping[str, Any]) -> Policy:
-    """:raises BadPolicy: if the version is not one, or a size is neither a number nor a percentage."""
+    """:raises BadPolicy: naming the option that does not fit, and what would."""
     try:
         version = DriverVersion.parse(str(options["version"])).text
     except ValueError as exc:
@@ -59,4 +61,52 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
         growth=options["growth"],
         max_unavailable=options["max_unavailable"],
         keep_together=tuple(options["keep_together"]),
+        max_per_domain=tuple(
+            (kind, _positive(f"max_per_domain.{kind}", n)) for kind, n in options["max_per_domain"].items()
+        ),
+        reserve=tuple(options["reserve"]),
+        max_wait=_amount("max_wait", options["max_wait"]),
+        max_pending=tuple((model, _amount(f"max_pending.{model}", n)) for model, n in options["max_pending"].items()),
+        windows=tuple(Window.of(window) for window in options["windows"]),
+        now=_moment(options["now"]),
+        waive=_waived(options["waive"]),
+        gpu_models=tuple(options["gpu_models"]),
+        unsupported=tuple(options["unsupported_gpu_models"]),
     )
+
+
+def _positive(what: str, value: Any) -> int:
+    if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
+        raise BadPolicy(f"{what} {value!r} is not a number of nodes of 1 or more")
+    return int(value)
+
+
+def _amount(what: str, value: Any) -> float:
+    try:
+        amount = float(value)
+    except (TypeError, ValueError):
+        amount = -1.0
+    if not 0 <= amount < float("inf"):
+        raise BadPolicy(f"{what} {value!r} is not a number of 0 or more")
+    return amount
+
+
+def _moment(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(str(text).replace("Z", "+00:00"))
+    except ValueError as exc:
+        raise BadPolicy(f"now {text!r} is not a time such as 2026-03-01T22:00:00+01:00") from exc
+    if moment.tzinfo is None:
+        raise BadPolicy(f"now {text!r} has no time zone: append Z for UTC")
+    return moment.timestamp()
+
+
+def _waived(names: Sequence[str]) -> tuple[str, ...]:
+    for name in names:
+        if name not in FIELD_NAMES:
+            raise BadPolicy(
+                f"waive names {name!r}, which is no field of the compatibility key: {', '.join(sorted(FIELD_NAMES))}"
+            )
+    return tuple(names)

@@ -1,7 +1,7 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Which nodes are upgraded, in which groups and in which order.
+"""The plan: which nodes are upgraded, in which groups and order, and what happens to every workload on them.
 
 Private to this collection: may change in any release.
 """
@@ -10,29 +10,56 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
 from typing import Any
 
-from ..fleet import Node, Snapshot
-from ..version import DriverVersion
-from .policy import BadPolicy, Policy, batch_limits
+from ..fleet import MOVE, PROTECT, RESTART, WAIT, Snapshot
+from .model import Item, Model, skip_reason, without
+from .order import arrange
+from .placement import Rooms
+from .policy import BadPolicy, Policy
+from .schedule import BLOCKED, STAY, Fate, Played, play
+
+
+@dataclass(frozen=True)
+class WorkloadFate:
+    """What happens to a workload in a batch; ``to`` names the nodes it moves to or starts on. Losses in GPU-seconds."""
+
+    workload: str
+    fate: str
+    nodes: tuple[str, ...]
+    to: tuple[str, ...]
+    lost: float
+    reason: str
 
 
 @dataclass(frozen=True)
 class Batch:
+    """Nodes upgraded at the same time. ``starts`` is in seconds from the plan's start, ``wait`` how long it waits."""
+
     name: str
     nodes: tuple[str, ...]
+    starts: float = 0.0
+    wait: float = 0.0
+    fates: tuple[WorkloadFate, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Ordered batches; ``skipped`` holds the name of each node left out and why."""
+    """Ordered batches. ``skipped`` and ``blocked`` hold names of nodes left out, and why; those in ``blocked`` are out
+    because their work may not be disturbed or has nowhere to go. ``lost`` is in GPU-seconds by cause."""
 
     version: str
     batches: tuple[Batch, ...]
     skipped: tuple[tuple[str, str], ...]
-    canary: tuple[str, ...]
+    canary: tuple[str, ...] = ()
+    blocked: tuple[tuple[str, str], ...] = ()
+    lost: Mapping[str, float] | None = None
+    finish: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -40,121 +67,304 @@ class Plan:
         return tuple(name for batch in self.batches for name in batch.nodes)
 
     @property
+    def total_lost(self) -> float:
+        return sum((self.lost or {}).values())
+
+    @property
+    def impossible(self) -> bool:
+        """Whether nodes want the upgrade and none of them can get it."""
+        return bool(self.blocked) and not self.batches
+
+    @cached_property
     def id(self) -> str:
         """The first twelve digits of the SHA-256 of version and batches: two plans with one id do the same."""
         text = json.dumps([self.version, [batch.nodes for batch in self.batches]], separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def as_dict(self) -> dict[str, Any]:
+        """The JSON form. Workloads that end before their node's turn are counted, not listed."""
         return {
             "id": self.id,
             "version": self.version,
-            "batches": [{"name": batch.name, "nodes": list(batch.nodes)} for batch in self.batches],
+            "batches": [_batch_dict(batch) for batch in self.batches],
             "serial": [len(batch.nodes) for batch in self.batches],
             "order": list(self.order),
-            "skipped": [{"node": node, "reason": reason} for node, reason in self.skipped],
+            "skipped": [{"node": node, "reason": reason} for node, reason in (*self.skipped, *self.blocked)],
+            "blocked": [{"node": node, "reason": reason} for node, reason in self.blocked],
             "canary": list(self.canary),
+            "lost_gpu_hours": {cause: round(value / 3600, 3) for cause, value in sorted((self.lost or {}).items())},
+            "finish_seconds": round(self.finish),
             "notes": list(self.notes),
         }
 
 
-def skip_reason(node: Node, version: str) -> str | None:
-    """Why a node is left out, or None. A node that an interrupted upgrade left half way is never left out."""
-    if node.skip:
-        return node.skip
-    if node.unfinished:
-        return None
-    if node.gpus < 1:
-        return "no NVIDIA GPU"
-    if node.cordoned_by:
-        return f"cordoned by {node.cordoned_by}"
-    if _same_version(node.loaded, version) and (node.installed is None or _same_version(node.installed, version)):
-        return f"already on {version}"
-    return None
-
-
-def _same_version(text: str | None, version: str) -> bool:
-    if text is None:
-        return False
-    try:
-        return DriverVersion.parse(text) == DriverVersion.parse(version)
-    except ValueError:
-        return text == version
+def _batch_dict(batch: Batch) -> dict[str, Any]:
+    return {
+        "name": batch.name,
+        "nodes": list(batch.nodes),
+        "starts_seconds": round(batch.starts),
+        "wait_seconds": round(batch.wait),
+        "undisturbed": sum(fate.fate == STAY for fate in batch.fates),
+        "workloads": [
+            {
+                "workload": fate.workload,
+                "fate": fate.fate,
+                "nodes": list(fate.nodes),
+                "to": list(fate.to),
+                "lost_gpu_hours": round(fate.lost / 3600, 3),
+                "reason": fate.reason,
+            }
+            for fate in batch.fates
+            if fate.fate != STAY
+        ],
+    }
 
 
 def make(snapshot: Snapshot, policy: Policy) -> Plan:
     """The plan for a fleet; the same snapshot and policy give the same plan.
 
+    Nodes whose work may not be disturbed, or has nowhere to go, are left out with the reason and planned around.
+
     :raises BadPolicy: if the policy contradicts itself or the fleet.
     """
-    skipped = tuple((node.name, reason) for node in snapshot.nodes if (reason := skip_reason(node, policy.version)))
-    left_out = {name for name, _ in skipped}
-    nodes = [node for node in snapshot.nodes if node.name not in left_out]
-    unavailable = sum(not node.schedulable for node in snapshot.nodes if node.name in left_out)
-    limits = batch_limits(policy, len(nodes), unavailable)
-    groups = _groups(nodes, policy)
-    chosen = _canaries(nodes, policy, dict(skipped))
-    first = [group for group in groups if any(node.unfinished or node.name in chosen for node in group)]
-    if not first and groups and policy.canary:
-        first = _cheapest(groups, policy)
-    rest = [group for group in groups if group not in first]
-    batches = [Batch("canary", tuple(node.name for group in first for node in group))] if first else []
-    for number, members in enumerate(_packed(rest, limits), start=1):
-        batches.append(Batch(f"batch {number}", tuple(node.name for node in members)))
-    return Plan(policy.version, tuple(batches), skipped, batches[0].nodes if first else ())
+    blocked: dict[str, str] = {}
+    while True:
+        model = prepare(snapshot, policy, blocked)
+        batches, played, has_canary = arrange(model)
+        found = {
+            model.nodes[node].name: _blocked_reason(model, fate)
+            for fate in played.blocked
+            for node in batches[fate.batch]
+            if node in model.items[fate.item].nodes
+        }
+        if not found:
+            return _finished(model, policy, batches, played, has_canary, blocked)
+        blocked.update(found)
 
 
-def _groups(nodes: list[Node], policy: Policy) -> list[list[Node]]:
-    """Nodes that must share a batch: those of one domain that is kept together, else each node alone."""
-    found: dict[tuple[str, str], list[Node]] = defaultdict(list)
-    for node in nodes:
-        kind = next((kind for kind in policy.keep_together if kind in node.domains), None)
-        found[(kind, node.domains[kind]) if kind else ("", node.name)].append(node)
-    return list(found.values())
+def prepare(snapshot: Snapshot, policy: Policy, blocked: Mapping[str, str] | None = None) -> Model:
+    """The model of a fleet without the nodes that are left out.
+
+    :raises BadPolicy: if a canary or a node of the reserve is not among those to upgrade.
+    """
+    skipped = {node.name: reason for node in snapshot.nodes if (reason := skip_reason(node, policy))}
+    canary = () if isinstance(policy.canary, int) else policy.canary
+    known = {node.name for node in snapshot.nodes}
+    for what, names in (("canary", canary), ("reserve", policy.reserve)):
+        for name in names:
+            if name not in known:
+                raise BadPolicy(f"{what} {name} is not a node of this fleet")
+            if name in skipped:
+                raise BadPolicy(f"{what} {name} is left out of this upgrade: {skipped[name]}")
+    if blocked:
+        snapshot = without(snapshot, dict(blocked))
+        skipped.update(blocked)
+    return Model(snapshot, policy, skipped)
 
 
-def _canaries(nodes: list[Node], policy: Policy, skipped: dict[str, str]) -> tuple[str, ...]:
-    if isinstance(policy.canary, int):
-        return ()
-    names = {node.name for node in nodes}
-    for name in policy.canary:
-        if name in skipped:
-            raise BadPolicy(f"canary {name} is left out of this upgrade: {skipped[name]}")
-        if name not in names:
-            raise BadPolicy(f"canary {name} is not a node of this fleet")
-    return policy.canary
+def _finished(
+    model: Model,
+    policy: Policy,
+    batches: Sequence[Sequence[int]],
+    played: Played,
+    has_canary: bool,
+    blocked: Mapping[str, str],
+) -> Plan:
+    made = described(model, batches, played, has_canary)
+    skipped = tuple(
+        (node.name, reason)
+        for node in model.nodes
+        if node.name not in blocked and (reason := skip_reason(node, policy))
+    )
+    causes = {"moves": 0.0, "cold_starts": 0.0, "idle": played.idle}
+    for fate in played.fates:
+        if fate.what != BLOCKED:
+            causes["moves" if fate.what == MOVE else "cold_starts"] += fate.lost
+    return Plan(
+        version=policy.version,
+        batches=made,
+        skipped=skipped,
+        canary=made[0].nodes if has_canary and made else (),
+        blocked=tuple(blocked.items()),
+        lost=causes,
+        finish=played.finish,
+        notes=tuple(_notes(model, made, blocked)),
+    )
 
 
-def _cheapest(groups: list[list[Node]], policy: Policy) -> list[list[Node]]:
-    """As many nodes as the policy wants, the smallest groups first, one of each GPU model before a second of any."""
-    wanted = policy.canary if isinstance(policy.canary, int) else 1
-    ranked = sorted(enumerate(groups), key=lambda item: (len(item[1]), item[0]))
-    chosen: list[tuple[int, list[Node]]] = []
-    models: set[str | None] = set()
-    for new_model_only in (True, False):
-        for place, group in ranked:
-            if sum(len(each) for _, each in chosen) >= wanted:
-                break
-            if (place, group) in chosen or (new_model_only and group[0].gpu_model in models):
-                continue
-            chosen.append((place, group))
-            models.add(group[0].gpu_model)
-    return [group for _, group in chosen]
-
-
-def _packed(groups: list[list[Node]], limits: Any) -> list[list[Node]]:
-    batches: list[list[Node]] = []
-    for group in groups:
-        limit = limits[min(max(len(batches) - 1, 0), len(limits) - 1)]
-        if batches and len(batches[-1]) + len(group) <= limit:
-            batches[-1].extend(group)
-            continue
-        limit = limits[min(len(batches), len(limits) - 1)]
-        if len(group) > limit:
-            domain = ", ".join(f"{kind} {name}" for kind, name in sorted(group[0].domains.items()))
-            raise BadPolicy(
-                f"the {len(group)} nodes of {domain} are upgraded together and a batch holds {limit}: "
-                "raise batch_size or max_unavailable, or allow the domain to be split with keep_together"
+def described(model: Model, batches: Sequence[Sequence[int]], played: Played, has_canary: bool) -> tuple[Batch, ...]:
+    """Batches by name, each with the fates of its workloads."""
+    fates: list[list[WorkloadFate]] = [[] for _ in batches]
+    nodes = model.nodes
+    for fate in played.fates:
+        item = model.items[fate.item]
+        fates[fate.batch].append(
+            WorkloadFate(
+                item.name,
+                fate.what,
+                tuple([nodes[node].name for node in item.nodes]),
+                tuple([nodes[node].name for node in fate.to]),
+                fate.lost,
+                fate.reason or (_move_reason(model, fate) if fate.what == MOVE else ""),
             )
-        batches.append(list(group))
-    return batches
+        )
+    out = []
+    for number, batch in enumerate(batches):
+        name = "canary" if has_canary and number == 0 else f"batch {number + (not has_canary)}"
+        out.append(
+            Batch(
+                name,
+                tuple(nodes[n].name for n in batch),
+                played.starts[number],
+                played.waits[number],
+                tuple(fates[number]),
+            )
+        )
+    return tuple(out)
+
+
+def _move_reason(model: Model, fate: Fate) -> str:
+    return f"pauses {model.items[fate.item].pause:.0f} s, same driver there"
+
+
+def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str]) -> list[str]:
+    notes = []
+    if batches:
+        must = [f for f in batches[0].fates if f.fate in (WAIT, MOVE)]
+        for fate in must[:5]:
+            way = f"move to {', '.join(fate.to)}" if fate.fate == MOVE else f"end ({fate.reason})"
+            notes.append(f"before {batches[0].name} can begin, {fate.workload} must {way}")
+    fates = Counter(fate.fate for batch in batches for fate in batch.fates)
+    if fates["cold_start"] and not fates[MOVE]:
+        movable = sum(item.movable for item in model.items)
+        notes.append(
+            f"{fates['cold_start']} workloads start cold and none moves: "
+            + ("no old-driver room suits them" if movable else "no workload has a backend that could save it")
+        )
+    if blocked:
+        notes.append(f"{len(blocked)} nodes keep their driver; see why each is left out")
+    return notes
+
+
+def _blocked_reason(model: Model, fate: Fate) -> str:
+    item = model.items[fate.item]
+    may = item.workload.may
+    ends = (
+        "has no known end"
+        if item.end == inf
+        else f"ends in {item.end / 3600:.1f} h, beyond the longest wait of {model.policy.max_wait / 3600:.1f} h"
+    )
+    if PROTECT in may or not may:
+        return f"{item.name} is protected and {ends}: let it end, or let it move or restart"
+    if MOVE not in may and RESTART not in may:
+        return f"{item.name} may only be waited for and {ends}: raise max_wait, or let it move or restart"
+    if item.frozen_by:
+        return f"budget {item.frozen_by} allows no disruption of {item.name}, which {ends}: raise the budget or wait"
+    if MOVE in may and not item.workload.backends:
+        return f"{item.name} may move but no backend could save it, and it {ends}: let it restart, or enable a backend"
+    return f"{item.name} may not restart and cannot move: {'; '.join(_refused(model, item)[:3])}; {ends}"
+
+
+def _refused(model: Model, item: Item) -> list[str]:
+    """Why no other old-driver node takes an item now, the most frequent reason first."""
+    position = [0] * len(model.nodes)
+    rooms = Rooms(model.nodes, model.free, model.classes, position)
+    rooms.open(n for n in (*model.kept, *model.moving) if n not in item.nodes and model.nodes[n].schedulable)
+    found = rooms.refusals(item.needs, item.shape, {0}, restore=True)
+    return found or ["no other node keeps the old driver"]
+
+
+@dataclass(frozen=True)
+class Review:
+    """Whether an earlier plan's next batch is still safe, and what changed since."""
+
+    safe: bool
+    next_batch: str | None
+    reasons: tuple[str, ...]
+    changes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "safe": self.safe,
+            "next_batch": self.next_batch,
+            "reasons": list(self.reasons),
+            "changes": list(self.changes),
+        }
+
+
+def review(earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy) -> tuple[Plan, Review]:
+    """Play what is left of an earlier plan (its JSON form) on a fresh snapshot, in the earlier order.
+
+    The next batch is safe if every workload on it still has a fate, none loses its place to move to, and all its nodes
+    are still there to be upgraded. Nodes that appeared since are not added: a new plan would.
+
+    :raises BadPolicy: if the earlier plan is for another version or is no plan.
+    """
+    if earlier.get("version") != policy.version:
+        raise BadPolicy(f"the earlier plan is for {earlier.get('version')}, not for {policy.version}")
+    listed = earlier.get("batches")
+    if not isinstance(listed, list) or not all(
+        isinstance(b, Mapping) and isinstance(b.get("nodes"), list) and "name" in b for b in listed
+    ):
+        raise BadPolicy("the earlier plan has no batches with name and nodes: give what upgrade_plan returned as plan")
+    model = prepare(snapshot, _without_names(policy))
+    moving = {model.nodes[index].name: index for index in model.moving}
+    done = f"already on {policy.version}"
+    changes: list[str] = []
+    reasons: list[str] = []
+    batches: list[list[int]] = []
+    names: list[str] = []
+    for batch in listed:
+        here = []
+        gone = []
+        for name in batch["nodes"]:
+            if name in moving:
+                here.append(moving[name])
+            elif name not in model.number:
+                gone.append(f"{name} has left the fleet")
+            else:
+                why = skip_reason(model.nodes[model.number[name]], policy)
+                if why != done:
+                    gone.append(f"{name} is left out now: {why}")
+        changes.extend(gone)
+        if here:
+            if not batches:
+                reasons.extend(gone)
+            batches.append(here)
+            names.append(str(batch["name"]))
+    planned = {name for batch in listed for name in batch["nodes"]}
+    changes.extend(f"{name} is new and not part of the plan" for name in moving if name not in planned)
+    model.moving = [index for batch in batches for index in batch]
+    played = play(model, batches)
+    plan = _finished(model, policy, batches, played, False, {})
+    plan = _renamed(plan, names)
+    before = {w["workload"]: w["fate"] for batch in listed for w in batch.get("workloads", ())}
+    for number, batch in enumerate(plan.batches):
+        for fate in batch.fates:
+            old = before.get(fate.workload)
+            if fate.fate == BLOCKED:
+                item = next(i for i in model.items if i.name == fate.workload)
+                text = f"{fate.workload} cannot be taken off {', '.join(fate.nodes)}"
+                changes.append(text)
+                if number == 0:
+                    reasons.append(f"{text}: {'; '.join(_refused(model, item)[:2])}")
+            elif old is not None and fate.fate not in (old, STAY):
+                changes.append(f"{fate.workload} was to {_verb(old)} and would now {_verb(fate.fate)}")
+                if number == 0 and old == MOVE:
+                    reasons.append(f"{fate.workload} has lost its place to move to")
+            elif old is None and fate.fate != STAY:
+                changes.append(f"{fate.workload} is new on {', '.join(fate.nodes)} and would {_verb(fate.fate)}")
+    return plan, Review(not reasons, names[0] if names else None, tuple(reasons), tuple(changes))
+
+
+def _without_names(policy: Policy) -> Policy:
+    return replace(policy, canary=0, reserve=())
+
+
+def _renamed(plan: Plan, names: Sequence[str]) -> Plan:
+    batches = tuple(replace(batch, name=name) for batch, name in zip(plan.batches, names))
+    return replace(plan, batches=batches, canary=batches[0].nodes if names and names[0] == "canary" else ())
+
+
+def _verb(fate: str) -> str:
+    return {"cold_start": "start cold", BLOCKED: "be stuck"}.get(fate, fate)

@@ -9,9 +9,11 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, time, timedelta
 from typing import Any, Union
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 Size = Union[int, str]
 """A number of nodes, or a percentage of the nodes that will be upgraded such as ``25%``."""
@@ -21,13 +23,69 @@ class BadPolicy(ValueError):
     """A policy that contradicts itself or the fleet; the text says what and what to change."""
 
 
+_DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+
+@dataclass(frozen=True)
+class Window:
+    """A maintenance window: from ``start`` to ``end`` (HH:MM in ``tz``, past midnight if ``end`` is not later)."""
+
+    start: str
+    end: str
+    tz: str = "UTC"
+    days: tuple[str, ...] = _DAYS
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Window:
+        """:raises BadPolicy: if a time, a day or the time zone is none."""
+        known = {"start", "end", "tz", "days"}
+        if set(given) - known or not {"start", "end"} <= set(given):
+            raise BadPolicy(f"window {dict(given)!r} needs start and end, and may have tz and days")
+        days = tuple(str(day).lower()[:3] for day in given.get("days") or _DAYS)
+        window = cls(str(given["start"]), str(given["end"]), str(given.get("tz") or "UTC"), days)
+        for day in days:
+            if day not in _DAYS:
+                raise BadPolicy(f"window day {day!r} is none of {', '.join(_DAYS)}")
+        for text in (window.start, window.end):
+            if not re.fullmatch(r"([01]\d|2[0-3]):[0-5]\d", text):
+                raise BadPolicy(f"window time {text!r} is not HH:MM")
+        try:
+            ZoneInfo(window.tz)
+        except (ZoneInfoNotFoundError, ValueError) as exc:
+            raise BadPolicy(f"window time zone {window.tz!r} is unknown here") from exc
+        return window
+
+    def next_start(self, after: float, duration: float) -> float | None:
+        """The first moment from ``after`` (Unix seconds) at which ``duration`` seconds fit, within two weeks."""
+        zone = ZoneInfo(self.tz)
+        day = datetime.fromtimestamp(after, zone).date() - timedelta(days=1)
+        for _ in range(16):
+            if _DAYS[day.weekday()] in self.days:
+                opens = datetime.combine(day, _clock(self.start), zone).timestamp()
+                last_day = day if self.end > self.start else day + timedelta(days=1)
+                closes = datetime.combine(last_day, _clock(self.end), zone).timestamp()
+                start = max(after, opens)
+                if start + duration <= closes:
+                    return start
+            day += timedelta(days=1)
+        return None
+
+
+def _clock(text: str) -> time:
+    return time(int(text[:2]), int(text[3:]))
+
+
 @dataclass(frozen=True)
 class Policy:
-    """How to upgrade.
+    """How to upgrade. Times are in seconds; ``now`` is the Unix time at which the upgrade would start.
 
-    ``canary`` is a number of nodes or their names. ``batch_size`` is one size or several; the last one repeats, as in
-    Ansible's ``serial``. ``growth`` multiplies the size after each batch. ``keep_together`` names the domain kinds
-    that never run two driver versions longer than their own batch takes.
+    ``canary`` is a number of nodes of each GPU model, or names. ``batch_size`` is one size or several; the last one
+    repeats, as in Ansible's ``serial``. ``growth`` multiplies the size after each batch. ``keep_together`` names the
+    domain kinds whose nodes are upgraded in one batch; ``max_per_domain`` limits nodes of one domain in a batch.
+    ``reserve`` names nodes to be upgraded last. ``max_wait`` is how long a batch may wait for work to end.
+    ``max_pending`` bounds, by GPU model, the GPUs that queued work lacks while a batch is down. ``waive`` names
+    compatibility fields not to be compared. ``gpu_models`` limits the upgrade to these models; ``unsupported`` names
+    models that the version does not support.
     """
 
     version: str
@@ -36,6 +94,31 @@ class Policy:
     growth: float = 1.0
     max_unavailable: Size | None = None
     keep_together: tuple[str, ...] = ("nvlink", "imex")
+    max_per_domain: tuple[tuple[str, int], ...] = ()
+    reserve: tuple[str, ...] = ()
+    max_wait: float = 1800.0
+    max_pending: tuple[tuple[str, float], ...] = ()
+    windows: tuple[Window, ...] = ()
+    now: float | None = None
+    waive: tuple[str, ...] = ()
+    gpu_models: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
+
+    def opening(self, after: float, duration: float) -> float:
+        """The first moment from ``after`` on (seconds from now) at which something of ``duration`` fits a window.
+
+        :raises BadPolicy: if no window of the coming two weeks is long enough.
+        """
+        if not self.windows or self.now is None:
+            return after
+        start = self.now + after
+        found = [moment for window in self.windows if (moment := window.next_start(start, duration)) is not None]
+        if not found:
+            raise BadPolicy(
+                f"a batch takes {duration / 60:.0f} minutes and fits no maintenance window: "
+                "lengthen the window or make batches quicker"
+            )
+        return min(found) - self.now
 
 
 def count(size: Size, total: int, what: str) -> int:

@@ -1,0 +1,176 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A snapshot and a policy prepared for planning: nodes and workloads by number, what each fate costs, what fits where.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from ..fleet import MOVE, RESTART, WAIT, Node, Resources, Snapshot, Workload, gpus_of
+from ..version import DriverVersion
+from .placement import Classes, Shape, shape_of
+from .policy import Policy
+
+
+class Item:
+    """A workload, or one member of a workload that is no gang: what gets one fate.
+
+    ``end`` is the time at which it ends by itself (``inf`` if unknown), ``pause`` the seconds a move takes, ``cold``
+    the GPU-seconds a cold start loses, ``idle`` the GPUs whose idleness counts while others are waited for.
+    """
+
+    __slots__ = (
+        "cold",
+        "end",
+        "frozen_by",
+        "gpus",
+        "idle",
+        "movable",
+        "name",
+        "needs",
+        "nodes",
+        "pause",
+        "restartable",
+        "restorable",
+        "shape",
+        "startable",
+        "waitable",
+        "workload",
+    )
+
+    def __init__(self, name: str, workload: Workload, needs: tuple[Resources, ...], nodes: tuple[int, ...]) -> None:
+        may = workload.may
+        self.name = name
+        self.workload = workload
+        self.needs = needs
+        self.nodes = nodes
+        gpus = 0.0
+        for need in needs:
+            gpus += gpus_of(need)
+        self.gpus = gpus
+        self.idle = gpus
+        self.end = inf if workload.remaining is None else workload.remaining
+        self.pause = workload.capture + workload.restore
+        self.cold = gpus * (workload.start_cost + workload.at_risk)
+        self.movable = MOVE in may and bool(workload.backends)
+        self.waitable = WAIT in may or not may - {"protect"}
+        self.restartable = RESTART in may
+        self.frozen_by: str | None = None
+        self.shape: Shape
+        self.restorable: frozenset[int] = frozenset()
+        self.startable: frozenset[int] = frozenset()
+
+
+class Model:
+    """What :mod:`.plan` and :mod:`.forecast` work on.
+
+    ``upgraded``, ``kept`` and ``moving`` partition the node numbers: on the target version already, left out but able
+    to take work, and to be upgraded; nodes in none of them are left out and take no work.
+    """
+
+    def __init__(self, snapshot: Snapshot, policy: Policy, skipped: dict[str, str]) -> None:
+        self.snapshot = snapshot
+        self.policy = policy
+        self.nodes = snapshot.nodes
+        self.number = {node.name: index for index, node in enumerate(snapshot.nodes)}
+        self.slot = snapshot.durations.swap + snapshot.durations.evacuate
+        self.swap = snapshot.durations.swap
+        self.moving = [index for index, node in enumerate(self.nodes) if node.name not in skipped]
+        takes_work = [
+            index
+            for index, node in enumerate(self.nodes)
+            if node.name in skipped and node.schedulable and not node.cordoned_by and node.gpus
+        ]
+        self.upgraded = [index for index in takes_work if same_version(self.nodes[index].loaded, policy.version)]
+        self.kept = [index for index in takes_work if index not in set(self.upgraded)]
+        labels = {label for workload in snapshot.workloads for label in workload.requires}
+        self.classes = Classes(self.nodes, labels, policy.waive)
+        wanted = {model for model, demand in snapshot.queue.items() if demand.gpus or demand.arrivals_per_hour}
+        self.idle_counts = [node.gpu_model in wanted for node in self.nodes]
+        self.free: list[Resources] = [node.free for node in self.nodes]
+        self.items: list[Item] = []
+        self.residents: list[list[int]] = [[] for _ in self.nodes]
+        self._shapes: dict[tuple[object, ...], tuple[Shape, frozenset[int], frozenset[int]]] = {}
+        for workload in snapshot.workloads:
+            self._add(workload)
+        order = sorted(
+            range(len(self.items)),
+            key=lambda i: (-self.items[i].workload.priority, -self.items[i].gpus, -self.items[i].cold, i),
+        )
+        self.rank = [0] * len(order)
+        for rank, index in enumerate(order):
+            self.rank[index] = rank
+
+    def _add(self, workload: Workload) -> None:
+        members = workload.members
+        number = self.number
+        groups = [(workload.name, members)] if members else []
+        if not workload.gang and len(members) > 1:
+            groups = [(f"{workload.name}/{index}", (member,)) for index, member in enumerate(members)]
+        for name, group in groups:
+            nodes = tuple([number[member.node] for member in group])
+            item = Item(name, workload, tuple([member.resources for member in group]), nodes)
+            item.shape, item.restorable, item.startable = self._shape(workload, nodes[0])
+            if not self.idle_counts[nodes[0]]:
+                item.idle = 0.0
+            for budget in workload.budgets:
+                if self.snapshot.budgets[budget] == 0:
+                    item.frozen_by, item.movable, item.restartable = budget, False, False
+            index = len(self.items)
+            self.items.append(item)
+            for node in dict.fromkeys(nodes):
+                self.residents[node].append(index)
+
+    def _shape(self, workload: Workload, node: int) -> tuple[Shape, frozenset[int], frozenset[int]]:
+        requires = tuple(sorted(workload.requires.items())) if workload.requires else ()
+        key = (self.classes.of[node], id(workload.facts), requires, workload.tolerates)
+        found = self._shapes.get(key)
+        if found is None:
+            shape = shape_of(workload, self.nodes[node])
+            found = (shape, self.classes.restorable(shape), self.classes.startable(shape))
+            self._shapes[key] = found
+        return found
+
+
+def skip_reason(node: Node, policy: Policy) -> str | None:
+    """Why a node is left out, or None. A node that an interrupted upgrade left half way is never left out."""
+    if node.skip:
+        return node.skip
+    if node.unfinished:
+        return None
+    if node.gpus < 1:
+        return "no NVIDIA GPU"
+    if policy.gpu_models and node.gpu_model not in policy.gpu_models:
+        return f"GPU {node.gpu_model} is not among the models to upgrade"
+    if node.gpu_model in policy.unsupported:
+        return f"{policy.version} does not support the GPU {node.gpu_model}"
+    if node.cordoned_by:
+        return f"cordoned by {node.cordoned_by}"
+    version = policy.version
+    if same_version(node.loaded, version) and (node.installed is None or same_version(node.installed, version)):
+        return f"already on {version}"
+    return None
+
+
+def same_version(text: str | None, version: str) -> bool:
+    """Whether two driver versions are equal; texts that are no driver versions are compared as they are."""
+    if text is None or text == version:
+        return text == version
+    try:
+        return DriverVersion.parse(text) == DriverVersion.parse(version)
+    except ValueError:
+        return False
+
+
+def without(snapshot: Snapshot, reasons: dict[str, str]) -> Snapshot:
+    """The snapshot with further nodes marked as left out."""
+    nodes = tuple(
+        replace(node, skip=reasons[node.name], unfinished=False) if node.name in reasons else node
+        for node in snapshot.nodes
+    )
+    return replace(snapshot, nodes=nodes)

@@ -1,0 +1,297 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Walk through given batches and give every workload on them the fate that loses least.
+
+What a fate loses, in GPU-seconds (``g`` GPUs):
+
+``move``        g x (capture + restore), and a cold start more if it is still running when its new node's turn comes
+``wait``        nothing of its own; the GPUs of the batch that stand idle meanwhile are lost if somebody queues for them
+``cold_start``  g x (start + progress at risk), and g x swap more if it has to wait for its own node to come back
+``stay``        nothing: it ends before its node's turn, or its node is left out
+
+The start of each batch is the end of the one before: the longest wait, the evacuation and the swap of the driver.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from .model import Item, Model
+from .placement import Rooms
+
+MOVE, WAIT, COLD, STAY, BLOCKED = "move", "wait", "cold_start", "stay", "blocked"
+BLOCKED_LOSS = 1e12
+"""Stands for the loss of a batch that cannot be emptied; larger than any fleet's real loss."""
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What happens to an item in a batch. ``lost`` is in GPU-seconds; ``to`` are node numbers for a move or a start."""
+
+    item: int
+    batch: int
+    what: str
+    lost: float
+    to: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass
+class Played:
+    """The walk's outcome. ``idle`` is what waiting lost, ``starts`` and ``waits`` are seconds per batch."""
+
+    fates: list[Fate] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    idle: float = 0.0
+    lost: float = 0.0
+    finish: float = 0.0
+
+    @property
+    def blocked(self) -> list[Fate]:
+        return [fate for fate in self.fates if fate.what == BLOCKED]
+
+
+_Back = tuple[tuple[int, ...], float, int]
+
+
+class _Walk:
+    def __init__(self, model: Model, batches: Sequence[Sequence[int]], unused: frozenset[int]) -> None:
+        self.model = model
+        self.unused = unused
+        self.batches = batches
+        self.last = len(batches)
+        position = [-2] * len(model.nodes)
+        for index in model.upgraded:
+            position[index] = -1
+        for index in model.kept:
+            position[index] = self.last
+        for number, batch in enumerate(batches):
+            for index in batch:
+                position[index] = number
+        self.position = position
+        self.rooms = Rooms(model.nodes, model.free, model.classes, position)
+        self.rooms.open(model.upgraded)
+        self.rooms.open(model.kept)
+        self.rooms.open(index for index in model.moving if model.nodes[index].schedulable and index not in unused)
+        self.end = [item.end for item in model.items]
+        self.where = [item.nodes for item in model.items]
+        self.moved = bytearray(len(model.items))
+        self.over = bytearray(len(model.items))
+        self.came: dict[int, list[int]] = {}
+        self.ending = [(end, index) for index, end in enumerate(self.end) if end < inf]
+        heapify(self.ending)
+        self.played = Played()
+
+    def run(self) -> Played:
+        model, played = self.model, self.played
+        now = 0.0
+        for number, batch in enumerate(self.batches):
+            now = model.policy.opening(now, model.slot)
+            self._end_until(now)
+            self.rooms.close(batch)
+            wait = self._empty(number, batch, now)
+            played.starts.append(now)
+            played.waits.append(wait)
+            now += wait + model.slot
+            for index in batch:
+                self.position[index] = number
+            self.rooms.open(batch if not self.unused else [index for index in batch if index not in self.unused])
+        played.finish = now
+        played.lost = played.idle
+        for fate in played.fates:
+            played.lost += fate.lost
+        return played
+
+    def _end_until(self, now: float) -> None:
+        while self.ending and self.ending[0][0] <= now:
+            end, index = heappop(self.ending)
+            if self.end[index] == end and not self.over[index]:
+                self.over[index] = 1
+                self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        item = self.model.items[index]
+        for node, need in zip(self.where[index], item.needs):
+            self.rooms.give(node, need)
+        self.where[index] = ()
+
+    def _empty(self, number: int, batch: Sequence[int], now: float) -> float:
+        """Settle everything on the batch's nodes; returns how long the batch waits."""
+        affected: list[int] = []
+        waitable = False
+        model, end, over = self.model, self.end, self.over
+        max_wait = model.policy.max_wait
+        seen = set()
+        for node in batch:
+            for index in (*model.residents[node], *self.came.get(node, ())):
+                if over[index]:
+                    if node in model.items[index].nodes and index not in seen and not self.moved[index]:
+                        seen.add(index)
+                        self.played.fates.append(Fate(index, number, STAY, 0.0, reason="ends before its node's turn"))
+                elif index not in seen and node in self.where[index]:
+                    seen.add(index)
+                    affected.append(index)
+                    waitable = waitable or (model.items[index].waitable and end[index] - now <= max_wait)
+        affected.sort(key=model.rank.__getitem__)
+        if not waitable:
+            for index in affected:
+                self.played.fates.append(self._settle(index, number, now)[0])
+            return 0.0
+        return self._empty_waiting(number, batch, now, affected)
+
+    def _empty_waiting(self, number: int, batch: Sequence[int], now: float, affected: list[int]) -> float:
+        model = self.model
+        lefts = sorted(
+            (self.end[index] - now, index)
+            for index in affected
+            if model.items[index].waitable and self.end[index] - now <= model.policy.max_wait
+        )
+        trial: dict[int, Fate] = {}
+        lost: dict[int, float] = {}
+        undo = []
+        for index in affected:
+            trial[index], lost[index], back = self._settle(index, number, now)
+            undo.append((index, back))
+        idle_gpus = sum(model.nodes[node].gpus for node in batch if model.idle_counts[node])
+        cost = least = sum(lost.values())
+        wait = busy = 0.0
+        for left, index in lefts:
+            cost -= lost[index]
+            busy += model.items[index].idle * left
+            total = cost + max(0.0, idle_gpus * left - busy)
+            if total < least:
+                least, wait = total, left
+        if wait == 0.0:
+            self.played.fates.extend(trial.values())
+            return 0.0
+        for index, back in reversed(undo):
+            self._undo(index, back)
+        waiting = {index for left, index in lefts if left <= wait}
+        for index in affected:
+            if index in waiting:
+                left = self.end[index] - now
+                self.played.fates.append(Fate(index, number, WAIT, 0.0, reason=f"ends within {left:.0f} s"))
+                self.over[index] = 1
+                self._leave(index)
+        for index in affected:
+            if index not in waiting:
+                self.played.fates.append(self._settle(index, number, now)[0])
+        busy = sum(model.items[index].idle * left for left, index in lefts if left <= wait)
+        self.played.idle += max(0.0, idle_gpus * wait - busy)
+        return wait
+
+    def _settle(self, index: int, number: int, now: float) -> tuple[Fate, float, _Back]:
+        """The cheapest fate other than waiting that has room, taken at once; its loss to the end; what undoes it."""
+        item = self.model.items[index]
+        back = (self.where[index], self.end[index], self.moved[index])
+        in_place = item.cold + item.gpus * self.model.swap if item.restartable else BLOCKED_LOSS
+        cold = item.cold if item.restartable else BLOCKED_LOSS
+        tried = None
+        if item.movable and not self.moved[index] and item.restorable:
+            pause = item.gpus * item.pause
+            stays = item.pause + self.end[index] - now
+            best = pause if stays <= self._time_until(self.last - 1, number) or self._kept(item) else pause + cold
+            if best < cold or (best < in_place and not self._cold_room(item, number)):
+                tried = self._move(index, item, number, now, in_place, cold)
+        if tried is not None:
+            return (*tried, back)
+        if item.restartable:
+            if self._start_elsewhere(index, item, number):
+                self.end[index] = inf
+                fate = Fate(index, number, COLD, item.cold, self.where[index], "starts on an upgraded node")
+                return fate, fate.lost, back
+            self.end[index] = inf
+            fate = Fate(index, number, COLD, in_place, self.where[index], "starts again when its own node is back")
+            return fate, fate.lost, back
+        return Fate(index, number, BLOCKED, BLOCKED_LOSS), BLOCKED_LOSS, back
+
+    def _time_until(self, position: int, number: int) -> float:
+        """Seconds from the start of batch ``number`` to that of the batch at ``position``, at the earliest."""
+        return inf if position >= self.last else (position - number) * self.model.slot
+
+    def _kept(self, item: Item) -> bool:
+        of = self.model.classes.of
+        return any(of[index] in item.restorable for index in self.model.kept)
+
+    def _cold_room(self, item: Item, number: int) -> bool:
+        found = self.rooms.place(item.needs, item.startable, self._before(number), together=item.workload.together)
+        if found is None:
+            return False
+        self.rooms.put_back(found, item.needs)
+        return True
+
+    def _before(self, number: int) -> range:
+        return range(number - 1, -2, -1)
+
+    def _move(
+        self, index: int, item: Item, number: int, now: float, in_place: float, cold: float
+    ) -> tuple[Fate, float] | None:
+        found = self.rooms.place(
+            item.needs,
+            item.restorable,
+            range(self.last, number, -1),
+            together=item.workload.together,
+            spread=item.workload.spread,
+        )
+        if found is None:
+            return None
+        until = min(self._time_until(self.position[node], number) for node in found)
+        pause = item.gpus * item.pause
+        outlives = item.pause + self.end[index] - now - until
+        lost = pause if outlives <= 0 else pause + cold
+        if outlives > 0 and not item.restartable and item.waitable and outlives <= self.model.policy.max_wait:
+            lost = pause
+        if lost >= in_place or (lost >= cold and self._cold_room(item, number)):
+            self.rooms.put_back(found, item.needs)
+            return None
+        self._leave(index)
+        self.where[index] = found
+        self.moved[index] = 1
+        self.end[index] += item.pause
+        if self.end[index] < inf:
+            heappush(self.ending, (self.end[index], index))
+        for node in dict.fromkeys(found):
+            self.came.setdefault(node, []).append(index)
+        return Fate(index, number, MOVE, pause, found), lost
+
+    def _start_elsewhere(self, index: int, item: Item, number: int) -> bool:
+        found = self.rooms.place(
+            item.needs,
+            item.startable,
+            self._before(number),
+            together=item.workload.together,
+            spread=item.workload.spread,
+        )
+        if found is None:
+            return False
+        self._leave(index)
+        self.where[index] = found
+        return True
+
+    def _undo(self, index: int, back: _Back) -> None:
+        where, end, moved = back
+        item = self.model.items[index]
+        if self.where[index] != where:
+            for node, need in zip(self.where[index], item.needs):
+                self.rooms.give(node, need)
+            for node, need in zip(where, item.needs):
+                self.rooms.take(node, need)
+            if self.moved[index] and not moved:
+                for node in dict.fromkeys(self.where[index]):
+                    self.came[node].remove(index)
+        self.where[index], self.end[index], self.moved[index] = where, end, moved
+
+
+def play(model: Model, batches: Sequence[Sequence[int]], unused: frozenset[int] = frozenset()) -> Played:
+    """Walk through ``batches`` of node numbers; every item on them gets a fate.
+
+    :param unused: nodes on which nothing is to land.
+    """
+    return _Walk(model, batches, unused).run()
