@@ -246,7 +246,7 @@ class Services:
         try:
             driver = version.find((self.proc / "driver/nvidia/version").read_text().partition("\n")[0])
         except OSError:
-            driver = None
+            return None
         said = self.run(["dcgmi", "--version"], timeout=20)
         return unit.id if said.ok and can_detach(parse_dcgm_version(said.stdout), driver) else None
 

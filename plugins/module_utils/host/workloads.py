@@ -373,7 +373,7 @@ class Workloads:
                 seen = {holder.pid for holder in others}
                 what = "; ".join(holder.describe() for holder in others)
                 self.say(f"waiting for undeclared GPU work to end: {what}. In {left:.0f} s {then}")
-            self.sleep(min(5.0, max(1.0, left / 4)))
+            self.sleep(min(5.0, left, max(1.0, left / 4)))
 
     def _in_the_way(self, others: Sequence[Holder], waited: float) -> str:
         return (
