@@ -371,35 +371,6 @@ def dkms_findings(status: DkmsStatus) -> list[Finding]:
     return found
 
 
-_HARMLESS_DKMS = re.compile(r"(?:exactly matches|is not newer than|already (?:installed|built)).*", re.IGNORECASE)
-
-
-def dkms_refusal_is_harmless(text: str) -> bool:
-    """DKMS failed only because the same version is in place already (then ``modinfo`` decides, not its status)."""
-    return bool(_HARMLESS_DKMS.search(text)) and not re.search(r"bad exit status|build.* failed", text, re.IGNORECASE)
-
-
-_MAKE_CAUSES = (
-    re.compile(r"error: unrecognized command[- ]line option .*"),
-    re.compile(r"error: (?:implicit declaration of function|incompatible pointer type|too (?:few|many) arguments).*"),
-    re.compile(r".*fatal error: .*No such file or directory.*"),
-    re.compile(r".*No space left on device.*"),
-    re.compile(r".*(?:Killed|virtual memory exhausted).*"),
-    re.compile(r"ERROR: modpost: .*"),
-    re.compile(r"error: .*"),
-    re.compile(r".*\*\*\* .*"),
-)
-
-
-def build_cause(make_log: str) -> str | None:
-    """The one line of a DKMS make.log that says why the build failed, or None."""
-    for cause in _MAKE_CAUSES:
-        found = next((match for match in map(cause.search, make_log.splitlines()) if match), None)
-        if found:
-            return found.group(0).strip()
-    return None
-
-
 def kernel_compiler(proc_version: str) -> tuple[str, str] | None:
     """The compiler in ``/proc/version``: (``gcc``, ``12.3.0``) or (``clang``, …); None if it is not recognised."""
     clang = re.search(r"clang version (\d+[\d.]*)", proc_version)
@@ -498,9 +469,7 @@ def parse_enrolled(text: str) -> list[Certificate]:
 
 def parse_keyring(text: str) -> list[str]:
     """Descriptions of the X.509 keys in ``/proc/keys``: what the kernel trusts (and some it only knows)."""
-    return [
-        found[1].strip() for found in re.finditer(r" asymmetri (.*?): (?:[0-9a-f.]+ )?X509[.\w]*", text, re.MULTILINE)
-    ]
+    return re.findall(r" asymmetri (.*): [0-9a-f.]+: X509", text)
 
 
 def parse_test_key(text: str) -> bool | None:
@@ -561,7 +530,8 @@ def signature_finding(
 
 # --- nouveau and initial RAM disks ---------------------------------------------------------------------------------
 
-MODPROBE_DIRS = ("/etc/modprobe.d", "/run/modprobe.d", "/usr/lib/modprobe.d", "/lib/modprobe.d")
+MODPROBE_DIRS = ("/etc/modprobe.d", "/usr/lib/modprobe.d", "/lib/modprobe.d")
+SESSION_DIRS = ("/run/modprobe.d",)
 
 
 @dataclass(frozen=True)
@@ -577,15 +547,20 @@ class Nouveau:
         return asdict(self)
 
 
-def nouveau(proc: str = "/proc", modprobe_dirs: Iterable[str] = MODPROBE_DIRS) -> Nouveau:
+_BLOCKS_NOUVEAU = re.compile(r"^\s*(?:blacklist\s+nouveau|install\s+nouveau\s+\S*/(?:true|false))\b", re.MULTILINE)
+
+
+def nouveau(
+    proc: str = "/proc", lasting: Iterable[str] = MODPROBE_DIRS, session: Iterable[str] = SESSION_DIRS
+) -> Nouveau:
     """Whether nouveau is loaded, drives the console, and is kept out of the next boot."""
     loaded = any(line.startswith("nouveau ") for line in _read(Path(proc, "modules")).splitlines())
     blocked, persistent = [], False
-    for directory in modprobe_dirs:
+    for directory, lasts in (*((place, True) for place in lasting), *((place, False) for place in session)):
         for path in sorted(Path(directory).glob("*.conf")):
-            if re.search(r"^\s*(?:blacklist\s+nouveau|install\s+nouveau\s+\S*/(?:true|false))\b", _read(path), re.M):
+            if _BLOCKS_NOUVEAU.search(_read(path)):
                 blocked.append(str(path))
-                persistent = persistent or not str(path).startswith("/run/")
+                persistent = persistent or lasts
     for option in _read(Path(proc, "cmdline")).split():
         key, _, value = option.partition("=")
         if key in ("modprobe.blacklist", "rd.driver.blacklist", "module_blacklist") and "nouveau" in value.split(","):

@@ -53,12 +53,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Companion:
-    """``packages`` maps installed package names to versions; ``version`` is the driver-like or own version of them."""
+    """``packages`` maps installed package names to versions; ``version`` is the driver's or own version in them.
+
+    ``complaint`` is why the unit says it does not run, where that is known.
+    """
 
     name: str
     packages: Mapping[str, str]
     version: str | None
     unit: Unit | None
+    complaint: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -139,13 +143,15 @@ def parse_cdi(text: str) -> tuple[list[str], list[str]]:
     return paths, sorted(versions)
 
 
-def fabric_manager_complaint(journal: str) -> tuple[str, str] | None:
-    """(Fabric Manager's version, driver's version) from the line with which nv-fabricmanager refuses to start."""
-    found = re.search(
-        r"driver interface version (\d+\.[\d.]*\d) .*?match(?:es)? with (?:the )?driver version (\d+\.[\d.]*\d)",
-        journal,
-    )
-    return (found[1], found[2]) if found else None
+_REFUSAL = re.compile(
+    r"driver interface version (\d+\.[\d.]*\d) .*?match(?:es)? with (?:the )?driver version (\d+\.[\d.]*\d)"
+)
+
+
+def fabric_manager_complaint(journal: str) -> str | None:
+    """What nv-fabricmanager's last refusal to start because of versions says, in one sentence; None without one."""
+    found = _REFUSAL.findall(journal)
+    return f"Fabric Manager {found[-1][0]} does not speak to driver {found[-1][1]}" if found else None
 
 
 # --- Observation ---------------------------------------------------------------------------------------------------
@@ -208,8 +214,15 @@ def observe(run: Runner, timeout: float = 20) -> dict[str, Companion]:
     for name, (pattern, unit_names) in COMPANIONS.items():
         own = {package: text for package, text in packages.items() if re.fullmatch(pattern, package)}
         unit = next((units[unit] for unit in unit_names if unit in units), None)
-        if own or unit:
-            found[name] = Companion(name, own, _version_of(own.values()), unit)
+        own_version = _version_of(own.values())
+        if name == "dcgm" and own_version is None:
+            own_version = parse_dcgm_version(run(["dcgmi", "--version"], timeout=timeout).stdout)
+        complaint = None
+        if name == "fabricmanager" and unit and unit.active == "failed":
+            log = run(["journalctl", "-b", "-u", unit.name, "-n", "100", "--no-pager", "-o", "cat"], timeout=timeout)
+            complaint = fabric_manager_complaint(log.stdout)
+        if own or unit or own_version:
+            found[name] = Companion(name, own, own_version, unit, complaint)
     return found
 
 
@@ -317,7 +330,8 @@ def _fabric(driver_version: str, facts: Facts) -> list[Finding]:
                 Finding(
                     "companion.fabricmanager_unit",
                     severity,
-                    f"the GPUs are joined by NVSwitches and nvidia-fabricmanager.service is {state}, expected active",
+                    f"the GPUs are joined by NVSwitches and nvidia-fabricmanager.service is {state}, expected active"
+                    + (f": {manager.complaint}" if manager.complaint else ""),
                     evidence,
                     "systemctl status nvidia-fabricmanager; journalctl -u nvidia-fabricmanager -b",
                 )

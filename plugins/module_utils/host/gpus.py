@@ -201,7 +201,6 @@ _OPEN_ONLY = ("grace-hopper", "blackwell")
 LAST_LEGACY_BRANCH = 580
 LAST_PASCAL_VGPU_BRANCH = 535
 FIRST_OPEN_BRANCH = 515
-OPEN_DEFAULT_BRANCH = 560
 
 HGX_NVLINK5 = frozenset({"2901", "3182"})
 """B200 and B300 SXM: the baseboard's switches are reached through NVLink Subnet Manager (nvlsm)."""
@@ -214,11 +213,6 @@ def architecture(device_id: str) -> str | None:
     """The architecture of a PCI device id (``2330`` → ``hopper``), or None if the table does not know it."""
     number = int(device_id, 16)
     return next((name for first, last, name in _ARCHITECTURES if first <= number <= last), None)
-
-
-def default_flavour(branch: str) -> str:
-    """The kernel modules a plain installation of ``branch`` brings: open ones from 560."""
-    return OPEN if int(branch) >= OPEN_DEFAULT_BRANCH else PROPRIETARY
 
 
 def supports(device_id: str, branch: str, flavour: str, vgpu_host: bool = False) -> Finding:

@@ -318,14 +318,6 @@ def xid_class(xid: int) -> XidClass:
     return XIDS.get(xid, UNKNOWN_XID)
 
 
-HARDWARE_KINDS = ("off_bus",)
-
-
-def is_hardware(event: Event) -> bool:
-    """The event speaks of the GPU itself, so another driver version will not cure it."""
-    return event.kind in HARDWARE_KINDS or (event.kind == "xid" and xid_class(event.detail["xid"]).act == "replace")
-
-
 def reboot_needed(events: Iterable[Event]) -> bool:
     """A live reload must not be tried: the GSP does not answer, or calls hang in the driver."""
     return any(
