@@ -12,21 +12,24 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import ceil, inf
-from typing import Optional
+from typing import Callable, Optional
 
 from ..fleet import Demand
 from .model import Model
 from .policy import BadPolicy, batch_limits
-from .schedule import Played, play
+from .schedule import MOVE, WAIT, Played, play
 
 _SMALL = 10
 """Fleets of up to this many nodes also try holding back empty nodes."""
 
 _VARIANTS = 24
+_KICKS = 6
 _EFFORT = 400
 
 
@@ -172,6 +175,17 @@ class Bins:
             f"{limit}: raise batch_size or max_unavailable, or leave {kind} out of keep_together to let it be split"
         )
 
+    def contents(self) -> list[list[Group]]:
+        return [list(batch) for batch in self.batches]
+
+    def refill(self, contents: Sequence[Sequence[Group]]) -> None:
+        """Go back to earlier contents."""
+        self.batches, self.sizes, self.used = [], [], []
+        for number, batch in enumerate(contents):
+            self.append()
+            for group in batch:
+                self.add(number, group)
+
     def nodes(self) -> list[list[int]]:
         return [[node for group in batch for node in group.nodes] for batch in self.batches if batch]
 
@@ -299,6 +313,27 @@ def _arranged(
     return bins
 
 
+def _by_end(model: Model, groups: Sequence[Group], first: Sequence[Group], uses: Mapping[Use, float]) -> Bins:
+    """Bins filled from the last one backwards, in the order in which the groups' work ends; without any end first."""
+    bins = Bins(model, groups, first, uses)
+    chosen = set(map(id, first))
+    named = set(model.policy.reserve)
+    last = [g for g in groups if id(g) not in chosen and named & {model.nodes[n].name for n in g.nodes}]
+    chosen.update(map(id, last))
+    rest = [group for group in groups if id(group) not in chosen]
+    bins.grow(sum(len(group.nodes) for group in rest))
+
+    def ends(group: Group) -> float:
+        return max((end for item in group.items if (end := model.items[item].end) < inf), default=0.0)
+
+    for group in sorted(rest, key=ends, reverse=True):
+        bins.put(group, range(len(bins.batches) - 1, -1, -1))
+    begin = len(bins.batches)
+    for group in last:
+        bins.put(group, range(begin, len(bins.batches)))
+    return bins
+
+
 def _mover(model: Model, index: int) -> float:
     item = model.items[index]
     if not item.movable or item.gpus * item.pause >= item.cold + item.gpus * model.swap:
@@ -320,42 +355,35 @@ def arrange(model: Model) -> tuple[list[list[int]], Played, bool]:
     first = canaries(model, groups)
     if not groups:
         return [], play(model, []), False
-    size = len(model.items) + len(model.nodes)
-    effort = min(_EFFORT, 8000 // size)
-    best: tuple[tuple[float, float], list[list[int]], Played] | None = None
-
-    def consider(batches: list[list[int]], played: Played) -> None:
-        nonlocal best
-        key = _key(played)
-        if best is None or key < best[0]:
-            best = (key, batches, played)
-
+    effort = min(_EFFORT, 8000 // (len(model.items) + len(model.nodes)))
+    search = _Search(model, first)
     for held in _held_back(model, groups, first):
         unused = frozenset(node for group in held for node in group.nodes)
         used = [group for group in groups if group not in held]
-        for late in (1.0, 0.0, inf)[: max(1, min(3, effort))] if used else ():
-            bins = _arranged(model, used, first, uses, late)
-            if effort > 3:
-                _climb(model, bins, unused, effort, first)
-            batches = bins.nodes()
-            tail = [list(group.nodes) for group in held]
-            whole = batches + _chunks(tail, bins.limit(len(batches)))
-            if unused:
-                consider(whole, play(model, whole, unused))
-            consider(whole, play(model, whole))
+        starts = [_arranged(model, used, first, uses, 1.0)]
+        if effort >= 4:
+            starts += [_arranged(model, used, first, uses, late) for late in (0.0, inf)]
+            starts.append(_by_end(model, used, first, uses))
+        for bins in starts:
+            hints: dict[int, str] = {}
+            if effort > 4:
+                search.climb(bins, unused, effort, hints)
+            begin = len(bins.batches)
+            for group in held:
+                bins.put(group, range(begin, len(bins.batches)))
+            if held:
+                search.consider(bins, play(model, bins.nodes(), unused, hints), hints)
+            search.consider(bins, play(model, bins.nodes(), hints=hints), hints)
+    best = search.best
     if best is None:
         raise BadPolicy("no batches can be formed under these limits")
-    return best[1], best[2], bool(first)
-
-
-def _chunks(groups: list[list[int]], limit: int) -> list[list[int]]:
-    out: list[list[int]] = []
-    for nodes in groups:
-        if out and len(out[-1]) + len(nodes) <= limit:
-            out[-1].extend(nodes)
-        else:
-            out.append(list(nodes))
-    return out
+    found = (best.bins.nodes(), best.played, bool(first))
+    if len(model.moving) > _SMALL:
+        return found
+    hints = dict(best.hints)
+    search.climb(best.bins, frozenset(), effort, hints)
+    played = play(model, best.bins.nodes(), hints=hints)
+    return (best.bins.nodes(), played, bool(first)) if _key(played) < best.key else found
 
 
 def _held_back(model: Model, groups: Sequence[Group], first: Sequence[Group]) -> list[list[Group]]:
@@ -373,49 +401,119 @@ def _held_back(model: Model, groups: Sequence[Group], first: Sequence[Group]) ->
     return sets[:_VARIANTS]
 
 
-def _climb(model: Model, bins: Bins, unused: frozenset[int], effort: int, first: Sequence[Group]) -> None:
-    """Swap groups between batches, or shift one, while that loses less; at most ``effort`` trials."""
-    fixed = set() if isinstance(model.policy.canary, int) else set(map(id, first))
-    fixed |= {id(group) for group in first if group.unfinished}
-    fixed |= {
-        id(g) for b in bins.batches for g in b if set(model.policy.reserve) & {model.nodes[n].name for n in g.nodes}
-    }
-    known: dict[tuple[tuple[int, ...], ...], tuple[float, float]] = {}
+@dataclass(frozen=True)
+class _Best:
+    key: tuple[float, float]
+    bins: Bins
+    played: Played
+    hints: Mapping[int, str]
 
-    def tried() -> tuple[float, float]:
-        batches = bins.nodes()
-        name = tuple(tuple(sorted(batch)) for batch in batches)
-        if name not in known:
-            known[name] = _key(play(model, batches, unused))
-        return known[name]
 
-    best = tried()
-    improved = True
-    while improved and effort > 0:
-        improved = False
-        for change in _neighbours(model, bins, fixed):
+class _Search:
+    """Local search by swapping groups between batches, shifting one, and hinting at fates."""
+
+    def __init__(self, model: Model, first: Sequence[Group]) -> None:
+        self.model = model
+        self.best: _Best | None = None
+        named = set(model.policy.reserve)
+        chosen = not isinstance(model.policy.canary, int)
+        self._fixed_nodes = {index for index in model.moving if model.nodes[index].name in named}
+        self._fixed_nodes.update(node for group in first if chosen or group.unfinished for node in group.nodes)
+
+    def consider(self, bins: Bins, played: Played, hints: Mapping[int, str]) -> None:
+        key = _key(played)
+        if self.best is None or key < self.best.key:
+            self.best = _Best(key, bins, played, dict(hints))
+
+    def climb(self, bins: Bins, unused: frozenset[int], effort: int, hints: dict[int, str]) -> None:
+        """Change ``bins`` and ``hints`` in place while that loses less; at most ``effort`` different trials."""
+        known: dict[object, tuple[float, float]] = {}
+
+        def tried() -> tuple[float, float]:
+            batches = bins.nodes()
+            name = (tuple(tuple(sorted(batch)) for batch in batches), tuple(sorted(hints.items())))
+            if name not in known:
+                known[name] = _key(play(self.model, batches, unused, hints))
+            return known[name]
+
+        def descend() -> tuple[float, float]:
+            key = tried()
+            while len(known) < effort:
+                found = self._step(bins, tried, key) or self._hint(hints, tried, key)
+                if found is None:
+                    break
+                key = found
+            return key
+
+        best = descend()
+        dice = random.Random(1)  # noqa: S311 - any fixed sequence will do, and the same input must give the same plan
+        for _ in range(_KICKS if len(self.model.moving) <= _SMALL else 0):
+            kept, kept_hints = bins.contents(), dict(hints)
+            for _ in range(2):
+                self._kick(bins, hints, dice)
+            key = descend()
+            if key < best:
+                best = key
+            else:
+                bins.refill(kept)
+                hints.clear()
+                hints.update(kept_hints)
+
+    def _kick(self, bins: Bins, hints: dict[int, str], dice: random.Random) -> None:
+        changes = _neighbours(bins, self._fixed_nodes)
+        possible = _hints(self.model)
+        chosen = dice.randrange(len(changes) + len(possible) or 1)
+        if chosen < len(changes):
+            _apply(bins, changes[chosen])
+        elif possible:
+            index, hint = possible[chosen - len(changes)]
+            hints[index] = hint
+
+    def _step(self, bins: Bins, tried: _Trial, best: tuple[float, float]) -> tuple[float, float] | None:
+        for change in _neighbours(bins, self._fixed_nodes):
             undo = _apply(bins, change)
             if undo is None:
                 continue
-            effort -= 1
             key = tried()
             if key < best:
-                best, improved = key, True
-                break
+                return key
             for number, group, sign in undo:
                 (bins.add if sign > 0 else bins.remove)(number, group)
-            if effort <= 0:
-                break
+        return None
+
+    def _hint(self, hints: dict[int, str], tried: _Trial, best: tuple[float, float]) -> tuple[float, float] | None:
+        for index, hint in _hints(self.model):
+            before = hints.pop(index, None)
+            if hint != before:
+                hints[index] = hint
+            key = tried()
+            if key < best:
+                return key
+            hints.pop(index, None)
+            if before is not None:
+                hints[index] = before
+        return None
 
 
+def _hints(model: Model) -> list[tuple[int, str]]:
+    found = []
+    for index, item in enumerate(model.items):
+        if item.movable and item.restorable:
+            found.append((index, MOVE))
+        if item.waitable and item.end < inf:
+            found.append((index, WAIT))
+    return found
+
+
+_Trial = Callable[[], "tuple[float, float]"]
 _Change = tuple[tuple[int, Group, int], ...]
 
 
-def _neighbours(model: Model, bins: Bins, fixed: set[int]) -> list[_Change]:
+def _neighbours(bins: Bins, fixed: set[int]) -> list[_Change]:
     """Every swap and every shift, as removals and additions."""
     found: list[_Change] = []
     start = int(bins.first)
-    free = [(n, g) for n, batch in enumerate(bins.batches) for g in batch if id(g) not in fixed]
+    free = [(n, g) for n, batch in enumerate(bins.batches) for g in batch if g.nodes[0] not in fixed]
     for place, (i, a) in enumerate(free):
         for j, b in free[place + 1 :]:
             if i == j or (not a.items and not b.items and a.free == b.free):

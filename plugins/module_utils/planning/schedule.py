@@ -17,7 +17,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -62,8 +62,11 @@ _Back = tuple[tuple[int, ...], float, int]
 
 
 class _Walk:
-    def __init__(self, model: Model, batches: Sequence[Sequence[int]], unused: frozenset[int]) -> None:
+    def __init__(
+        self, model: Model, batches: Sequence[Sequence[int]], unused: frozenset[int], hints: Mapping[int, str]
+    ) -> None:
         self.model = model
+        self.hints = hints
         self.unused = unused
         self.batches = batches
         self.last = len(batches)
@@ -160,13 +163,15 @@ class _Walk:
             trial[index], lost[index], back = self._settle(index, number, now)
             undo.append((index, back))
         idle_gpus = sum(model.nodes[node].gpus for node in batch if model.idle_counts[node])
-        cost = least = sum(lost.values())
+        hinted = max((left for left, index in lefts if self.hints.get(index) == WAIT), default=0.0)
+        cost = sum(lost.values())
+        least = inf if hinted else cost
         wait = busy = 0.0
         for left, index in lefts:
             cost -= lost[index]
             busy += model.items[index].idle * left
             total = cost + max(0.0, idle_gpus * left - busy)
-            if total < least:
+            if total < least and left >= hinted:
                 least, wait = total, left
         if wait == 0.0:
             self.played.fates.extend(trial.values())
@@ -198,7 +203,7 @@ class _Walk:
             pause = item.gpus * item.pause
             stays = item.pause + self.end[index] - now
             best = pause if stays <= self._time_until(self.last - 1, number) or self._kept(item) else pause + cold
-            if best < cold or (best < in_place and not self._cold_room(item, number)):
+            if self.hints.get(index) == MOVE or best < cold or (best < in_place and not self._cold_room(item, number)):
                 tried = self._move(index, item, number, now, in_place, cold)
         if tried is not None:
             return (*tried, back)
@@ -248,7 +253,8 @@ class _Walk:
         lost = pause if outlives <= 0 else pause + cold
         if outlives > 0 and not item.restartable and item.waitable and outlives <= self.model.policy.max_wait:
             lost = pause
-        if lost >= in_place or (lost >= cold and self._cold_room(item, number)):
+        hinted = self.hints.get(index) == MOVE
+        if not hinted and (lost >= in_place or (lost >= cold and self._cold_room(item, number))):
             self.rooms.put_back(found, item.needs)
             return None
         self._leave(index)
@@ -289,9 +295,16 @@ class _Walk:
         self.where[index], self.end[index], self.moved[index] = where, end, moved
 
 
-def play(model: Model, batches: Sequence[Sequence[int]], unused: frozenset[int] = frozenset()) -> Played:
+def play(
+    model: Model,
+    batches: Sequence[Sequence[int]],
+    unused: frozenset[int] = frozenset(),
+    hints: Mapping[int, str] | None = None,
+) -> Played:
     """Walk through ``batches`` of node numbers; every item on them gets a fate.
 
     :param unused: nodes on which nothing is to land.
+    :param hints: items that are to ``move`` if they have room, or to be waited for (``wait``) if they end in time,
+        even where another fate looks cheaper at that moment.
     """
-    return _Walk(model, batches, unused).run()
+    return _Walk(model, batches, unused, hints or {}).run()
