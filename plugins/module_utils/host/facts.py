@@ -130,7 +130,8 @@ def merge_gpus(
 ) -> list[dict[str, Any]]:
     """One entry a GPU, by PCI address: on the bus (``pci``), taken by the driver (``taken``), and what NVML says.
 
-    ``seen_by`` lists which of bus, driver and nvml know it.
+    ``seen_by`` lists which of bus, driver and nvml know it. A lost GPU has no address in NVML, but NVML counts GPUs in
+    the order of their addresses, so the lost ones are those that are left over.
     """
     merged: dict[str, dict[str, Any]] = {}
     for device in pci:
@@ -146,8 +147,13 @@ def merge_gpus(
         entry = merged.setdefault(own.pci, {"pci": own.pci, "seen_by": []})
         entry.update(uuid=own.uuid, name=own.model, minor=own.minor, excluded=own.excluded)
         entry["seen_by"].append("driver")
-    for number, gpu in enumerate(reported):
-        address = gpu.get("pci") or f"unknown-{number}"
+    reported = list(reported)
+    addressed = {gpu["pci"] for gpu in reported if gpu.get("pci")}
+    left_over = sorted(address for address in merged if address not in addressed)
+    lost = [gpu for gpu in reported if not gpu.get("pci")]
+    places = left_over if len(left_over) == len(lost) else [f"unknown-{number}" for number in range(len(lost))]
+    for gpu in reported:
+        address = gpu.get("pci") or places[lost.index(gpu)]
         entry = merged.setdefault(address, {"pci": gpu.get("pci"), "seen_by": []})
         entry.update({key: value for key, value in gpu.items() if value is not None or key not in entry})
         entry["seen_by"].append("nvml")
@@ -474,7 +480,7 @@ def observe(
             "events": [event.as_dict() for event in log],
             "reboot_needed": health.reboot_needed(log),
         }
-        findings += health.findings(log)
+        findings += log_findings(log, source)
 
     report: nvml.Report | None = None
     if "gpus" in wanted:
@@ -522,6 +528,13 @@ def observe(
         findings += _companion_findings(facts, loaded, roots)
     result["findings"] = [finding.as_dict() for finding in findings]
     return result
+
+
+def log_findings(events: Iterable[health.Event], source: str | None) -> list[Finding]:
+    """:func:`health.findings`, or a warning if no log could be read."""
+    if source is None:
+        return [Finding("health.kernel_log", WARNING, "the kernel log cannot be read", {}, "journalctl -k; dmesg")]
+    return health.findings(events)
 
 
 def loaded_modules(proc: str = "/proc") -> list[str]:

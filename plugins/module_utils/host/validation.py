@@ -270,13 +270,13 @@ def check_devices(majors: Mapping[str, int], minors: Iterable[int], dev: str = "
 # --- Health and memory ---------------------------------------------------------------------------------------------
 
 
-def check_health(events: Iterable[health.Event]) -> list[Finding]:
+def check_health(found: Iterable[Finding]) -> list[Finding]:
     """No trouble in the kernel log since the start. A library mismatch logged while packages were swapped is over."""
     return [
         Finding(finding.check, WARNING, finding.message, finding.evidence, finding.next)
         if finding.check == "health.mismatch"
         else finding
-        for finding in health.findings(events)
+        for finding in found
     ]
 
 
@@ -606,7 +606,7 @@ class _Validation:
         self._add("versions", lambda: check_versions(wanted.version, loaded.version if loaded else None, libraries))
         self._add("gpus", lambda: [*self._library(report), *check_gpus(wanted.gpus, now)])
         self._add("devices", lambda: self._devices(now))
-        self._add("health", lambda: self._health(events, source))
+        self._add("health", lambda: check_health(facts.log_findings(events, source)))
         self._add("memory", lambda: check_memory(wanted.gpus, now))
         around = companions.observe(self._run, wanted.timeout) if self._asked("companions", "fabric") else {}
         self._add("fabric", lambda: check_fabric(now, waited, "nvlsm" in around))
@@ -660,11 +660,6 @@ class _Validation:
         majors = parse_devices(facts.read(Path(self._roots.proc, "devices")))
         minors = [gpu["minor"] for gpu in now if gpu.get("minor") is not None]
         return check_devices(majors, minors, self._roots.dev)
-
-    def _health(self, events: list[health.Event], source: str | None) -> list[Finding]:
-        if source is None:
-            return [Finding("health.kernel_log", WARNING, "the kernel log cannot be read", {}, "journalctl -k; dmesg")]
-        return check_health(events)
 
     def _companions(
         self, around: Mapping[str, companions.Companion], now: list[dict[str, Any]], loaded: str | None
