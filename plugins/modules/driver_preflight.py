@@ -133,7 +133,6 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.findings import Fi
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import boot, facts, gpus
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
 
-
 # What the machine says about now that also decides whether a plan can go through.
 DECIDING = ("boot.", "dkms.", "kernel.compiler", "kernel.fallback", "secure_boot.")
 

@@ -470,8 +470,9 @@ class Apt(DriverSource):
             )
         return found
 
-    def _simulate(self, plan: PackagePlan) -> Completed:
-        return self.run(self._install(plan, ["--simulate"]), timeout=QUERY_SECONDS, env=_ENV)
+    def _simulate(self, plan: PackagePlan, options: Sequence[str] = ()) -> Completed:
+        options = ["--simulate", *options, *(["--allow-change-held-packages"] if plan.unhold else [])]
+        return self.run(self._install(plan, options), timeout=QUERY_SECONDS, env=_ENV)
 
     def _install(self, plan: PackagePlan, options: Sequence[str], offline: bool = False) -> list[str]:
         directory = staging_directory(self.state_dir, plan.target)
@@ -531,7 +532,7 @@ class Apt(DriverSource):
         )
 
     def stage(self, plan: PackagePlan) -> Staged:
-        done = self._simulate(plan)
+        done = self._simulate(plan, ["--fix-broken"])
         if not done.ok:
             raise SourceError(f"apt refuses the transaction: {done.describe()}")
         incoming = {
@@ -557,6 +558,7 @@ class Apt(DriverSource):
         policies = self._policies(build.name for build in lacking)
         remote = []
         for build in lacking:
+            (directory / _file_name(build)).unlink(missing_ok=True)
             policy = policies.get(build.name)
             if policy and policy.versions.get(build.version):
                 remote.append(build)

@@ -76,6 +76,16 @@ def rpm_installed(run: Runner, source: str) -> Installed:
     found = {of_package(naming.strip_kernel(row.version)) for row in members}
     versions = tuple(v.text for v in sorted((v for v in found if v), reverse=True))
     problems = []
+    twice = sorted({row.name for row in members if sum(other.name == row.name for other in members) > 1})
+    if twice:
+        problems.append(
+            error(
+                "drivers.package_state",
+                f"installed more than once, as after an interrupted transaction: {', '.join(twice)}",
+                {"packages": [row.nevra for row in members if row.name in twice]},
+                f"rpm -q {' '.join(twice)}, then rpm -e the one that is not wanted",
+            )
+        )
     if len(versions) > 1:
         rows = {row.name: row.version for row in members}
         problems.append(
@@ -362,10 +372,10 @@ class Dnf(DriverSource):
         lines = [f"module enable {MODULE}:{plan.stream}"] if plan.stream else []
         now = {package.name for package in rpm_installed(self.run, DNF).packages}
         removed = [name for name in plan.remove if name in now]
-        if removed:
-            lines.append("remove " + " ".join(removed))
         if plan.install:
             lines.append("install " + " ".join(self._arguments(plan)))
+        if removed:
+            lines.append("remove " + " ".join(removed))
         with tempfile.NamedTemporaryFile("w", prefix="gpufleet-dnf-") as script:
             script.write("\n".join([*lines, "run", ""]))
             script.flush()
@@ -459,11 +469,9 @@ class Dnf(DriverSource):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             names = [f"{build.name}-{build.version}.{build.arch}" for build in lacking]
             argv = [*self._dnf(offline=False), "--assumeyes", "--downloadonly", f"--downloaddir={directory}"]
-            done = self.run([*argv, "reinstall", *names], timeout=_DOWNLOAD_SECONDS)
+            self.run([*argv, "reinstall", *names], timeout=_DOWNLOAD_SECONDS)
             before = self._record(snapshot.builds, directory, before)
             absent += [build for build in lacking if before.find(build.name, build.version) is None]
-            if not before.files:
-                raise SourceError(f"today's packages could not be saved: {done.describe()}")
         return before, [_unobtainable(absent)] if absent else []
 
     # changing
@@ -498,8 +506,17 @@ class Dnf(DriverSource):
         atomic_write(path, ("\n".join(entries) + "\n").encode(), mode=0o644)
 
     def recover(self, timeout: float) -> None:
-        """An rpm transaction that was killed leaves packages of both versions; the next one removes the old."""
-        self.run(["rpm", "--rebuilddb"], timeout=timeout)
+        """An rpm transaction that was killed leaves packages in two versions; the lower one of each goes."""
+        rows: dict[str, list[Package]] = {}
+        for package in rpm_installed(self.run, DNF).packages:
+            rows.setdefault(package.name, []).append(package)
+        for twice in rows.values():
+            twice.sort(key=lambda package: of_package(package.version) or DriverVersion("", ()))
+            for package in twice[:-1]:
+                spec = f"{package.name}-{package.version.rpartition(':')[2]}.{package.arch}"
+                done = self.run(["rpm", "-e", "--nodeps", spec], timeout=timeout)
+                if not done.ok:
+                    raise SourceError(f"{spec} is installed beside {twice[-1].version}: {done.describe()}")
 
     def busy(self) -> str | None:
         return wait_for_locks([self.root / lock for lock in _LOCKS], self.lock_timeout, self.sleep)

@@ -245,8 +245,9 @@ def install(
     if check_mode:
         return Result(True, target.text, installed.builds(), after, disk, reasons, tuple(findings))
     if not unfinished:
-        source.save_builds(base)
-    source.stage(plan)
+        _, unsaved = source.save_builds(base)
+        findings += [replace(finding, level="warning") for finding in unsaved]
+        source.stage(plan)
     if not journal.unfinished and not unfinished:
         journal.forget(STEP)
     journal.remember(STEP, base.as_dict())
@@ -310,6 +311,7 @@ def _change(
     try:
         if recovering:
             source.recover(timeout)
+            source.stage(plan)
         if not plan.empty:
             source.apply(plan, timeout, recovering)
         reached = source.detect()

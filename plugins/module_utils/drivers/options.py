@@ -49,7 +49,7 @@ def source_for(params: Mapping[str, Any], run: Runner) -> DriverSource:
     installed = detect.detect(run)
     if installed.source == OPERATOR:
         raise SourceError(
-            "the driver of this node is a container of the NVIDIA GPU Operator; change its version in the ClusterPolicy "
+            "the driver of this node is a container of the NVIDIA GPU Operator; change its version in ClusterPolicy "
             "or NVIDIADriver resource, not on the host"
         )
     twice = [problem for problem in installed.problems if problem.check == "drivers.two_methods"]

@@ -9,14 +9,19 @@ under test runs the very commands that it runs on a node, and nothing of this ma
 
 from __future__ import annotations
 
+import functools
+import http.server
 import shutil
 import subprocess
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.apt import Apt
+from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.dnf import Dnf
 
 OLD, NEW = "535.183.01", "550.90.07"
 REVISION = "-0ubuntu0.22.04.1"
@@ -52,7 +57,7 @@ class AptNode:
         (root / "apt.conf").write_text(
             f'Dir "{root}/";\nDir::State::status "{root}/var/lib/dpkg/status";\n'
             f'Dir::Bin::dpkg "/usr/bin/dpkg";\nDir::Bin::methods "/usr/lib/apt/methods";\nAPT::Architecture "amd64";\n'
-            'Debug::NoLocking "false";\nDPkg::Options:: "--force-script-chrootless";\nDPkg::Options:: "--force-not-root";\n'
+            'DPkg::Options:: "--force-script-chrootless";\nDPkg::Options:: "--force-not-root";\n'
             'APT::Sandbox::User "root";\nDPkg::Path "/usr/sbin:/usr/bin:/sbin:/bin";\n'
         )
         return node
@@ -78,29 +83,38 @@ class AptNode:
 
     def build(
         self, name: str, version: str, *, depends: str = "", conflicts: str = "", provides: str = "",
-        description: str = "stand-in", files: dict[str, str] | None = None, postinst: str = "",
+        description: str = "stand-in", files: dict[str, str] | None = None, postinst: str = "", preinst: str = "",
     ) -> Path:  # fmt: skip
         tree = self.root / "build" / f"{name}_{version}"
         control = tree / "DEBIAN"
         control.mkdir(parents=True)
-        fields = [f"Package: {name}", f"Version: {version}", "Architecture: amd64", "Maintainer: nobody <n@example.com>"]
+        fields = [
+            f"Package: {name}",
+            f"Version: {version}",
+            "Architecture: amd64",
+            "Maintainer: nobody <n@example.com>",
+        ]
         fields += [f"Depends: {depends}"] if depends else []
         fields += [f"Provides: {provides}"] if provides else []
         fields += [f"Conflicts: {conflicts}", f"Replaces: {conflicts}"] if conflicts else []
-        (control / "control").write_text("\n".join([*fields, f"Description: {description}", ""]))
+        fields += [f"Description: {description}", ""]
+        (control / "control").write_text("\n".join(fields))
         for path, text in (files or {}).items():
             (tree / path).parent.mkdir(parents=True, exist_ok=True)
             (tree / path).write_text(text)
-        if postinst:
-            (control / "postinst").write_text(f"#!/bin/sh\nset -e\n{postinst}\n")
-            (control / "postinst").chmod(0o755)
+        for script, text in (("postinst", postinst), ("preinst", preinst)):
+            if text:
+                (control / script).write_text(f"#!/bin/sh\nset -e\n{text}\n")
+                (control / script).chmod(0o755)
         subprocess.run(
             ["dpkg-deb", "-Zgzip", "-z1", "--root-owner-group", "--build", str(tree), str(self.root / "debs")],
             check=True, capture_output=True,
         )  # fmt: skip
         return self.root / "debs" / f"{name}_{version}_amd64.deb"
 
-    def build_driver(self, version: str, *, module: str | None = None, dkms: str = "", fabric: bool = True) -> None:
+    def build_driver(
+        self, version: str, *, module: str | None = None, dkms: str = "", skip: tuple[str, ...] = ()
+    ) -> None:
         """The driver packages of Ubuntu's server naming; ``module`` is what the module file says it is."""
         branch, full = version.split(".")[0], version + REVISION
         own = [f"nvidia-utils-{branch}-server", f"libnvidia-compute-{branch}-server", f"nvidia-dkms-{branch}-server",
@@ -109,14 +123,39 @@ class AptNode:
                    provides="nvidia-driver-standin", conflicts="nvidia-driver-standin")  # fmt: skip
         ko = f"lib/modules/{KERNEL}/updates/dkms/nvidia.ko"
         for name in own:
+            if name.startswith(skip or ("-",)):
+                continue
             virtual = name.replace(f"-{branch}-server", "")
             is_dkms = name.startswith("nvidia-dkms")
             self.build(name, full, provides=virtual, conflicts=virtual,
                        files={ko: module or version} if is_dkms else {f"usr/share/{virtual}/version": version},
                        postinst=dkms if is_dkms else "")  # fmt: skip
-        if fabric:
-            self.build(f"nvidia-fabricmanager-{branch}", f"{version}-1", provides="nvidia-fabricmanager",
-                       conflicts="nvidia-fabricmanager")  # fmt: skip
+        self.build(f"nvidia-fabricmanager-{branch}", f"{version}-1", provides="nvidia-fabricmanager",
+                   conflicts="nvidia-fabricmanager")  # fmt: skip
+
+    def build_late_killer(self, version: str, script: str) -> None:
+        """Rebuild the utilities so that ``script`` runs when they are unpacked, after others are."""
+        branch = version.split(".")[0]
+        name, virtual = f"nvidia-utils-{branch}-server", "nvidia-utils"
+        (self.root / "debs" / f"{name}_{version}{REVISION}_amd64.deb").unlink()
+        shutil.rmtree(self.root / "build" / f"{name}_{version}{REVISION}")
+        self.build(name, version + REVISION, provides=virtual, conflicts=virtual, preinst=script)
+
+    def build_vendor(self, version: str, *, suffixed: bool) -> None:
+        """The open driver packages of NVIDIA's repository for Ubuntu, in the naming of before or from 590."""
+        branch = version.split(".")[0]
+        tail, full = (f"-{branch}", f"{version}-0ubuntu1") if suffixed else ("", f"{version}-1ubuntu1")
+        ko = f"lib/modules/{KERNEL}/updates/dkms/nvidia.ko"
+        own = [f"nvidia-driver{tail}-open", f"nvidia-dkms{tail}-open", f"nvidia-kernel-common{tail}",
+               f"libnvidia-compute{tail}", f"nvidia-utils{tail}"]  # fmt: skip
+        for name in own:
+            virtual = "x-" + name.replace(tail, "", 1) if tail else "x-" + name
+            self.build(name, full, provides=virtual, conflicts=virtual,
+                       depends=own[1] if name == own[0] else "",
+                       files={ko: version} if "dkms" in name else None)  # fmt: skip
+        self.build(f"nvidia-open{tail}", full, depends=", ".join(f"{name} (= {full})" for name in own))
+        self.build("nvidia-fabricmanager", f"{version}-1")
+        self.build(f"nvidia-driver-pinning-{branch}", f"{branch}-1ubuntu1", provides="x-pinning", conflicts="x-pinning")
 
     def publish(self, *patterns: str) -> None:
         """Make the repository hold exactly the .debs that match, and let apt read it."""
@@ -161,3 +200,137 @@ def apt_node(tmp_path: Path) -> AptNode:
     node.publish("*.deb")
     node.install("nvidia-driver-535-server", "nvidia-fabricmanager-535")
     return node
+
+
+@dataclass
+class DnfNode:
+    """A node for real dnf and rpm: an install root with its own repositories, reached through the same commands."""
+
+    root: Path
+    base: Path
+    options: tuple[str, ...] = ()
+    module: str | None = None
+
+    @classmethod
+    def make(cls, base: Path) -> DnfNode:
+        node = cls(base / "root", base)
+        for directory in ("root/etc/dnf/plugins", "repo", "rpms", "none", "vars"):
+            (base / directory).mkdir(parents=True)
+        (base / "dnf.conf").write_text(
+            f"[main]\ngpgcheck=0\nreposdir={base}/none\nvarsdir={base}/vars\nlogdir={base}/log\n"
+            f"persistdir={base}/persist\nplugins=0\nmodule_platform_id=platform:el9\nbest=1\nmetadata_expire=0\n"
+            f"[cuda]\nname=cuda\nbaseurl=file://{base}/repo\n"
+        )
+        return node
+
+    def run(self, argv, *, timeout, env=None, stdin=None):
+        argv = list(argv)
+        if argv[0] == "modinfo":
+            kmod = [name for name in self.packages() if name.startswith("kmod-nvidia")]
+            version = self.packages()[kmod[0]].split(":")[-1].split("-")[0] if kmod else ""
+            version = self.module or version
+            return execution.Completed(tuple(argv), 0 if version else 1, f"{version}\n" if version else "", "", 0.0)
+        if argv[0] == "rpm":
+            argv[1:1] = ["--root", str(self.root)]
+        elif argv[0] == "dnf":
+            argv[1:1] = ["-c", str(self.base / "dnf.conf"), "--installroot", str(self.root), "--releasever", "9"]
+        return execution.run(argv, timeout=timeout, env=env, stdin=stdin)
+
+    def must(self, *argv: str) -> str:
+        done = self.run(argv, timeout=60.0)
+        assert done.ok, done.describe() + done.stdout + done.stderr
+        return done.stdout
+
+    def build(
+        self, name: str, version: str, *, release: str = "1.el9", requires: tuple[str, ...] = (),
+        provides: tuple[str, ...] = (), conflicts: tuple[str, ...] = (), obsoletes: tuple[str, ...] = (),
+        stream: str | None = None, epoch: int = 3,
+    ) -> None:  # fmt: skip
+        spec = self.base / "rpms" / f"{name}-{version}.spec"
+        lines = [f"Name: {name}", f"Epoch: {epoch}", f"Version: {version}", f"Release: {release}", "Summary: stand-in",
+                 "License: MIT"]  # fmt: skip
+        lines += [f"ModularityLabel: nvidia-driver:{stream}:1:abc"] if stream else []
+        for field_name, values in (
+            ("Requires", requires), ("Provides", provides), ("Conflicts", conflicts), ("Obsoletes", obsoletes),
+        ):  # fmt: skip
+            lines += [f"{field_name}: {value}" for value in values]
+        spec.write_text("\n".join([*lines, "%description", "stand-in", "%files", ""]))
+        subprocess.run(
+            ["rpmbuild", "-bb", "--quiet", "--target", "x86_64", "--define", f"_topdir {self.base}/rpms", "--define",
+             f"_rpmdir {self.base}/rpms/out", str(spec)],
+            check=True, capture_output=True,
+        )  # fmt: skip
+
+    def build_stream(self, version: str, stream: str | None, kmod: str, **extra) -> list[str]:
+        """The driver packages of one version; ``kmod`` is the name of the package with the kernel modules."""
+        self.build(kmod, version, provides=(f"nvidia-kmod = 3:{version}",), conflicts=extra.get("conflicts", ()),
+                   requires=(f"nvidia-kmod-common = 3:{version}",), stream=stream)  # fmt: skip
+        self.build("nvidia-kmod-common", version, requires=(f"nvidia-kmod = 3:{version}",), stream=stream)
+        self.build("nvidia-driver-cuda-libs", version, stream=stream)
+        needed = (f"nvidia-driver-cuda-libs = 3:{version}", f"nvidia-kmod-common = 3:{version}")
+        self.build("nvidia-driver-cuda", version, stream=stream, requires=needed)
+        return [f"{n}-3:{version}-1.el9.x86_64" for n in
+                (kmod, "nvidia-kmod-common", "nvidia-driver-cuda-libs", "nvidia-driver-cuda")]  # fmt: skip
+
+    def publish(self, streams: dict[str, list[str]] | None = None, only: str = "*") -> None:
+        repo = self.base / "repo"
+        shutil.rmtree(repo)
+        repo.mkdir()
+        for rpm in (self.base / "rpms/out").rglob(f"{only}.rpm"):
+            shutil.copy(rpm, repo)
+        subprocess.run(["createrepo_c", "-q", str(repo)], check=True, capture_output=True)
+        if streams:
+            documents = self.base / "modules.yaml"
+            documents.write_text("".join(_module(stream, rpms) for stream, rpms in streams.items()))
+            subprocess.run(["modifyrepo_c", "--mdtype=modules", str(documents), str(repo / "repodata")], check=True,
+                           capture_output=True)  # fmt: skip
+
+    def packages(self) -> dict[str, str]:
+        rows = self.must("rpm", "-qa", "--qf", "%{NAME} %{EPOCHNUM}:%{VERSION}-%{RELEASE}\n").splitlines()
+        return dict(row.split() for row in rows)
+
+    def source(self, **options) -> Dnf:
+        return Dnf(self.run, str(self.root), str(self.base / "state"), **{"kernel": EL_KERNEL, **options})
+
+
+EL_KERNEL = "5.14.0-503.23.2.el9_5.x86_64"
+
+
+def _module(stream: str, rpms: list[str]) -> str:
+    artifacts = "\n".join(f"    - {rpm}" for rpm in rpms)
+    return (
+        f'---\ndocument: modulemd\nversion: 2\ndata:\n  name: nvidia-driver\n  stream: "{stream}"\n  version: 1\n'
+        "  context: abc\n  arch: x86_64\n  summary: driver\n  description: driver\n  license:\n    module: [MIT]\n"
+        f"  profiles:\n    default:\n      rpms: [nvidia-driver-cuda]\n  artifacts:\n    rpms:\n{artifacts}\n...\n"
+    )
+
+
+@pytest.fixture
+def dnf_node(tmp_path: Path) -> DnfNode:
+    need("dnf", "rpm", "rpmbuild", "createrepo_c", "modifyrepo_c")
+    return DnfNode.make(tmp_path)
+
+
+@pytest.fixture
+def http_repository(dnf_node: DnfNode):
+    """Serve the repository over HTTP, as a mirror would; ``stop`` makes it unreachable."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(dnf_node.base / "repo"))
+    )
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    conf = dnf_node.base / "dnf.conf"
+    conf.write_text(conf.read_text().replace(f"file://{dnf_node.base}/repo", f"http://127.0.0.1:{server.server_port}"))
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+
+    server.stop = stop
+    yield server
+    stop()
