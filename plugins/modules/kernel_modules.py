@@ -157,7 +157,7 @@ def main() -> None:
     if result.error:
         module.fail_json(msg=result.error, **result.as_dict())
     for finding in result.findings:
-        if finding.level == WARNING:
+        if finding.level == WARNING and finding.check.startswith("modules."):
             module.warn(finding.message)
     module.exit_json(**result.as_dict())
 

@@ -52,6 +52,12 @@ _DISPLAY = re.compile(
 )
 _LOGIND = "systemd-logind"
 
+_NURSERY = re.compile(
+    r"(?:sshd?|sshd?@.*|dropbear|crond?|anacron|atd|dbus|dbus-broker|docker|containerd|crio|kubelet|slurmd|"
+    r"systemd-.*|user@.*|getty@.*|serial-getty@.*|libvirtd|supervisor)\.service"
+)
+"""Units in which other people's processes live: never to be stopped for the sake of one of those."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -109,7 +115,9 @@ def find_devices(
             continue
         if stat.S_ISCHR(about.st_mode):
             number = (os.major(about.st_rdev), os.minor(about.st_rdev))
-            nodes[number] = _device(f"/dev/{path.relative_to(dev)}", number)
+            device = _device(f"/dev/{path.relative_to(dev)}", number)
+            if device.module in names or number[0] in majors:  # else it outlived its module; the number may be reused
+                nodes[number] = device
     nodes.update(_misc(Path(proc, "misc"), names))
     nodes.update(_below_gpus(Path(sys), Path(dev), root))
     return Devices(nodes, majors)
@@ -405,12 +413,9 @@ def take(
             return Census(modules, order)
         devices = find_devices(modules, proc, sys, dev)
     scan, findings = _scan(devices, proc, scan_seconds)
-    complete = not findings
     findings += _visibility(scan, proc)
-    complete = complete and not any(finding.level == ERROR for finding in findings)
-
     stuck = _stuck(scan, proc, patience, sleep)
-    complete = complete and not (scan.blocked.keys() - stuck.keys() - scan.uses.keys())
+    complete = not findings and not (scan.blocked.keys() - stuck.keys() - scan.uses.keys())
     people = _identities({*scan.uses, *stuck, *scan.libraries}, proc)
     names = _container_names(run, people.values()) if run else {}
     held = [
@@ -420,7 +425,7 @@ def take(
     unexplained = _unexplained(modules, held)
     suspended, doubts = _suspended(scan, people, probe, 0 if stuck else probe_seconds)
     findings += doubts
-    findings += _judge(modules, held, unexplained, scan, complete, Path(proc), Path(sys))
+    findings += _judge(modules, held, unexplained, scan, Path(proc), Path(sys))
     reboot = any(finding.evidence.get("reboot") for finding in findings)
     dependants = [_module_holder(module, modules) for module in modules.values() if module.name != kernel_modules.ROOT]
     return Census(
@@ -465,7 +470,7 @@ def _visibility(scan: Scan, proc: str) -> list[Finding]:
         findings.append(
             Finding(
                 "holders.pid_namespace",
-                ERROR,
+                WARNING,
                 "this census was taken inside a PID namespace (a container): processes outside it cannot be seen",
                 {},
                 "run it on the host itself",
@@ -576,13 +581,13 @@ def classify(person: Identity, roles: set[str]) -> str:
     names = (person.comm, owner.unit or "")
     if person.pid == 1 or person.comm == _LOGIND or owner.unit == f"{_LOGIND}.service":
         return SYSTEM
-    if any(_DISPLAY.match(name) for name in names) and not owner.container:
+    if any(_DISPLAY.match(name) for name in names) and not (owner.container or owner.pod or owner.job):
         return SYSTEM
     if any(_MANAGEMENT.match(name) for name in names):
         return MANAGEMENT
     if "compute" in roles:
         return WORKLOAD
-    if roles and roles <= {"gpu", "control", "other"}:
+    if "control" in roles and "display" not in roles:
         return MANAGEMENT
     return UNKNOWN
 
@@ -611,14 +616,13 @@ def release(person: Identity, kind: str, stuck: str | None, container_name: str 
             f"stop the unit {owner.unit} of its user",
             ("systemctl", "--user", f"--machine={owner.user_unit_of}@.host", "stop", owner.unit),
         )
-    if owner.unit and owner.unit.endswith((".service", ".scope")):
+    if owner.unit and owner.unit.endswith((".service", ".scope")) and not _NURSERY.fullmatch(owner.unit):
         advice = f"stop {owner.unit}, and start it again after the upgrade"
         return Release(advice, ("systemctl", "stop", owner.unit))
-    return Release(
-        f"ask {person.login or person.user} to end it, or end it"
-        + (f" (session {owner.session})" if owner.session else ""),
-        ("kill", "-TERM", str(person.pid)),
-    )
+    whose = person.login or person.user
+    where = f" in session {owner.session}" if owner.session else ""
+    advice = "end it" if whose == "root" else f"have {whose} end it{where}, or end it"
+    return Release(advice, ("kill", "-TERM", str(person.pid)))
 
 
 def _stop_container(owner: Owner, name: str | None) -> Release:
@@ -693,7 +697,6 @@ def _judge(
     held: Sequence[Holder],
     unexplained: Mapping[str, int],
     scan: Scan,
-    complete: bool,
     proc: Path,
     sys: Path,
 ) -> list[Finding]:
@@ -743,7 +746,7 @@ def _judge(
                     "reboot",
                 )
             )
-    findings += [_unexplained_finding(name, count, complete, proc, sys, modules) for name, count in unexplained.items()]
+    findings += [_unexplained_finding(name, count, scan, proc, sys, modules) for name, count in unexplained.items()]
     if unexplained:
         findings += [_zombie(pid, scan, None) for pid in sorted(scan.zombies)][:5]
     return findings
@@ -762,15 +765,14 @@ def _zombie(pid: int, scan: Scan, child: Holder | None) -> Finding:
 
 
 def _unexplained_finding(
-    name: str, count: int, complete: bool, proc: Path, sys: Path, modules: Mapping[str, Module]
+    name: str, count: int, scan: Scan, proc: Path, sys: Path, modules: Mapping[str, Module]
 ) -> Finding:
     where = f"module {name} has {count} reference{'s' if count > 1 else ''} that no module and no process explains"
     evidence: dict[str, Any] = {"module": name, "references": count}
-    if not complete:
+    if scan.denied and os.geteuid() != 0:
         return Finding(
-            "holders.unexplained", ERROR, f"{where}, in a census that could not see everything", evidence,
-            "take the census as root on the host, outside every container",
-        )  # fmt: skip
+            "holders.unexplained", ERROR, f"{where}, but not every process could be seen", evidence, "run it as root"
+        )
     consoles = _consoles(sys) if name == "nvidia_drm" else []
     strangers = sorted(
         other
@@ -788,6 +790,8 @@ def _unexplained_finding(
         following = "end graphical sessions (systemctl isolate multi-user.target), then try again; or reboot"
     else:
         following = "reboot"
+    if not processes.in_initial_pid_namespace(str(proc)):
+        following = f"look for the holder from outside this PID namespace first; {following}"
     return Finding("holders.unexplained", ERROR, where, {**evidence, "reboot": True}, following)
 
 

@@ -382,7 +382,7 @@ class KernelModules:
         lines = [line for line in kernel_log.splitlines() if re.search(r"NVRM|nvidia|module|" + re.escape(name), line)]
         said = done.stderr.strip().splitlines()[-1:] if not done.ok else ["modprobe reported success"]
         detail = "; ".join([*said, *lines[-2:]])
-        degraded = "" if level == ERROR else "; the node works without it, but it was loaded before"
+        degraded = "" if level == ERROR else "; the node computes without it, but lacks it"
         return Finding(
             "modules.not_loaded",
             level,
