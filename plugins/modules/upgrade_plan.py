@@ -9,12 +9,16 @@ module: upgrade_plan
 version_added: 1.0.0
 short_description: Plan in which order and in which batches GPU nodes get a new driver
 description:
-  - Decides which nodes are upgraded, in which batches and in which order, and which are left out and why.
+  - Decides which nodes are upgraded, in which batches and in which order, which are left out and why, and what happens
+    to every workload on them. It moves to a node upgraded later whose driver and everything else match
+    (V(move)), is waited for (V(wait)), starts again on an upgraded node (V(cold_start)), or is not disturbed (V(stay)).
   - Runs on the controller, reads nothing but its options and changes nothing. The same options give the same plan.
+  - Fails if no node that wants the upgrade can have it, with the reason for each.
 author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
   - gpufleet.driver.attributes.fleet
+  - gpufleet.driver.planning
 attributes:
   check_mode:
     support: full
@@ -24,75 +28,19 @@ attributes:
   idempotent:
     support: full
 options:
-  version:
-    description: Driver version to bring the nodes to, for example V(580.95.05).
-    type: str
-    required: true
-  nodes:
+  previous:
     description:
-      - The nodes as M(gpufleet.driver.driver_info) sees them, when no scheduler knows about workloads.
-      - Give this or O(snapshot).
-    type: list
-    elements: dict
-    suboptions:
-      name:
-        description: Name of the node, as in the inventory.
-        type: str
-        required: true
-      loaded_version:
-        description: Driver version the kernel has loaded.
-        type: str
-      installed_version:
-        description: Driver version of the installed packages.
-        type: str
-      gpus:
-        description: Model names of its GPUs, one entry a GPU.
-        type: list
-        elements: str
-        default: []
-      domain:
-        description: Name of the NVLink domain the node belongs to. Nodes of one domain are upgraded in one batch.
-        type: str
-      skip_reason:
-        description: Why the node must be left out; null if it need not be.
-        type: str
-      unfinished:
-        description: Whether an interrupted upgrade left the node half way. Such a node comes first.
-        type: bool
-        default: false
-  snapshot:
-    description:
-      - A snapshot of the fleet with its workloads, as a dictionary, or the path of a JSON file that holds one.
-      - Give this or O(nodes).
+      - A plan this module returned earlier, as a dictionary or the path of a file that holds one.
+      - What is left of it is played on the fresh O(snapshot), in its order, and RV(review) says whether its next batch
+        is still safe. O(canary), O(reserve) and the sizes are not looked at then.
     type: raw
-  canary:
-    description:
-      - How many nodes are upgraded and judged before all others, or their names.
-      - Nodes left unfinished by an interrupted upgrade count as canaries.
-    type: raw
-    default: 1
-  batch_size:
-    description:
-      - How many nodes a batch may hold, as a number, a percentage of the nodes to upgrade, or a list of these.
-      - The last entry of a list repeats, as in Ansible's C(serial).
-    type: raw
-    default: 20%
-  growth:
-    description: After the last entry of O(batch_size), each batch is this many times as large as the one before it.
-    type: float
-    default: 1
-  max_unavailable:
-    description:
-      - How many nodes may be out of service at once, as a number or a percentage of the nodes to upgrade.
-      - Nodes out of service already count.
-    type: raw
-  keep_together:
-    description: Kinds of domain whose nodes are upgraded in one batch. An empty list allows every domain to be split.
-    type: list
-    elements: str
-    default: [nvlink, imex]
+  dest:
+    description: Write RV(plan) as JSON to this path on the controller, unless in check mode.
+    type: path
 seealso:
+  - module: gpufleet.driver.upgrade_forecast
   - module: gpufleet.driver.upgrade_gate
+  - module: gpufleet.driver.workload_placement
 """
 
 EXAMPLES = r"""
@@ -111,6 +59,16 @@ EXAMPLES = r"""
 - name: Show it
   ansible.builtin.debug:
     var: planned.table
+
+- name: Before each batch, look whether the plan still holds
+  gpufleet.driver.upgrade_plan:
+    version: 580.95.05
+    snapshot: "{{ fresh_snapshot }}"
+    previous: gpu-upgrade-plan.json
+  delegate_to: localhost
+  run_once: true
+  register: again
+  failed_when: again is failed or not again.review.safe
 """
 
 RETURN = r"""
@@ -126,7 +84,10 @@ plan:
       description: The driver version.
       type: str
     batches:
-      description: The batches in order, each with RV(ignore:name) and RV(ignore:nodes).
+      description:
+        - The batches in order, each with C(name), C(nodes), C(starts_seconds) from the start of the plan,
+          C(wait_seconds), C(undisturbed) (how many workloads end before) and C(workloads).
+        - Each workload has C(workload), C(fate), C(nodes), C(to), C(lost_gpu_hours) and C(reason).
       type: list
       elements: dict
     serial:
@@ -138,13 +99,23 @@ plan:
       type: list
       elements: str
     skipped:
-      description: The nodes left out, each with RV(ignore:node) and RV(ignore:reason).
+      description: The nodes left out, each with C(node) and C(reason).
+      type: list
+      elements: dict
+    blocked:
+      description: Those of the nodes left out that want the upgrade but whose work cannot be taken off them.
       type: list
       elements: dict
     canary:
       description: The nodes of the first batch if it is a canary, else nothing.
       type: list
       elements: str
+    lost_gpu_hours:
+      description: What the plan loses, by cause (C(moves), C(cold_starts), C(idle)).
+      type: dict
+    finish_seconds:
+      description: When the last batch is done, from the start of the plan.
+      type: int
     notes:
       description: What a person should know before approving.
       type: list
@@ -154,49 +125,71 @@ table:
   type: list
   elements: str
   returned: success
+review:
+  description: What became of the earlier plan.
+  type: dict
+  returned: when O(previous) is given
+  contains:
+    safe:
+      description: Whether its next batch may start.
+      type: bool
+    next_batch:
+      description: The name of its next batch; null if it is done.
+      type: str
+    reasons:
+      description: Why its next batch is not safe.
+      type: list
+      elements: str
+    changes:
+      description: What differs from when the plan was made.
+      type: list
+      elements: str
 """
+
+import json
+from pathlib import Path
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import BadSnapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import options, table
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning.plan import make
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.plan import make, review
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy
 
 
 def main() -> None:
     module = AnsibleModule(
-        argument_spec={
-            "version": {"type": "str", "required": True},
-            "nodes": {
-                "type": "list",
-                "elements": "dict",
-                "options": {
-                    "name": {"type": "str", "required": True},
-                    "loaded_version": {"type": "str"},
-                    "installed_version": {"type": "str"},
-                    "gpus": {"type": "list", "elements": "str", "default": []},
-                    "domain": {"type": "str"},
-                    "skip_reason": {"type": "str"},
-                    "unfinished": {"type": "bool", "default": False},
-                },
-            },
-            "snapshot": {"type": "raw"},
-            "canary": {"type": "raw", "default": 1},
-            "batch_size": {"type": "raw", "default": "20%"},
-            "growth": {"type": "float", "default": 1},
-            "max_unavailable": {"type": "raw"},
-            "keep_together": {"type": "list", "elements": "str", "default": ["nvlink", "imex"]},
-        },
+        argument_spec={**options.ARGUMENTS, "previous": {"type": "raw"}, "dest": {"type": "path"}},
         mutually_exclusive=[("nodes", "snapshot")],
         required_one_of=[("nodes", "snapshot")],
+        required_by={"windows": ("now",)},
         supports_check_mode=True,
     )
+    given = module.params
+    result: dict[str, Any] = {}
     try:
-        plan = make(options.snapshot_of(module.params), options.policy_of(module.params))
+        snapshot, policy = options.snapshot_of(given), options.policy_of(given)
+        earlier = options.earlier_of(given["previous"])
+        if earlier is None:
+            plan = make(snapshot, policy)
+        else:
+            plan, found = review(earlier, snapshot, policy)
+            result["review"] = found.as_dict()
     except (BadSnapshot, BadPolicy, OSError) as exc:
-        module.fail_json(msg=f"No plan for {module.params['version']}: {exc}")
-    module.exit_json(changed=False, plan=plan.as_dict(), table=table.lines(plan))
+        module.fail_json(msg=f"No plan for {given['version']}: {exc}")
+    result.update(plan=plan.as_dict(), table=table.lines(plan))
+    if plan.impossible:
+        why = "; ".join(f"{node}: {reason}" for node, reason in plan.blocked[:5])
+        module.fail_json(msg=f"No node can be upgraded to {plan.version}: {why}", **result)
+    changed = False
+    if given["dest"]:
+        text = json.dumps(result["plan"], indent=1) + "\n"
+        path = Path(given["dest"])
+        changed = not path.exists() or path.read_text(encoding="utf-8") != text
+        if changed and not module.check_mode:
+            path.write_text(text, encoding="utf-8")
+    module.exit_json(changed=changed, **result)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,15 @@ from ..version import DriverVersion
 from .placement import Classes, Shape, shape_of
 from .policy import Policy
 
+SPARE_WEIGHT = 0.25
+"""What an idle GPU counts for if no work of its model queues: capacity withheld, though nobody misses it yet."""
+
 
 class Item:
     """A workload, or one member of a workload that is no gang: what gets one fate.
 
     ``end`` is the time at which it ends by itself (``inf`` if unknown), ``pause`` the seconds a move takes, ``cold``
-    the GPU-seconds a cold start loses, ``idle`` the GPUs whose idleness counts while others are waited for.
+    the GPU-seconds a cold start loses, ``idle`` its GPUs weighed as idle ones are: those it keeps from standing idle.
     """
 
     __slots__ = (
@@ -91,7 +94,7 @@ class Model:
         labels = {label for workload in snapshot.workloads for label in workload.requires}
         self.classes = Classes(self.nodes, labels, policy.waive)
         wanted = {model for model, demand in snapshot.queue.items() if demand.gpus or demand.arrivals_per_hour}
-        self.idle_counts = [node.gpu_model in wanted for node in self.nodes]
+        self.idle_weight = [1.0 if node.gpu_model in wanted else SPARE_WEIGHT for node in self.nodes]
         self.free: list[Resources] = [node.free for node in self.nodes]
         self.items: list[Item] = []
         self.residents: list[list[int]] = [[] for _ in self.nodes]
@@ -116,8 +119,7 @@ class Model:
             nodes = tuple([number[member.node] for member in group])
             item = Item(name, workload, tuple([member.resources for member in group]), nodes)
             item.shape, item.restorable, item.startable = self._shape(workload, nodes[0])
-            if not self.idle_counts[nodes[0]]:
-                item.idle = 0.0
+            item.idle *= self.idle_weight[nodes[0]]
             for budget in workload.budgets:
                 if self.snapshot.budgets[budget] == 0:
                     item.frozen_by, item.movable, item.restartable = budget, False, False

@@ -8,6 +8,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -16,6 +17,39 @@ from ..fleet import BadSnapshot, Node, Snapshot, check, parse, read
 from ..version import DriverVersion
 from .compatibility import NAMES as FIELD_NAMES
 from .policy import BadPolicy, Policy, Window, canary_of
+
+ARGUMENTS: dict[str, Any] = {
+    "version": {"type": "str", "required": True},
+    "nodes": {
+        "type": "list",
+        "elements": "dict",
+        "options": {
+            "name": {"type": "str", "required": True},
+            "loaded_version": {"type": "str"},
+            "installed_version": {"type": "str"},
+            "gpus": {"type": "list", "elements": "str", "default": []},
+            "domain": {"type": "str"},
+            "skip_reason": {"type": "str"},
+            "unfinished": {"type": "bool", "default": False},
+        },
+    },
+    "snapshot": {"type": "raw"},
+    "canary": {"type": "raw", "default": 1},
+    "batch_size": {"type": "raw", "default": "20%"},
+    "growth": {"type": "float", "default": 1},
+    "max_unavailable": {"type": "raw"},
+    "keep_together": {"type": "list", "elements": "str", "default": ["nvlink", "imex"]},
+    "max_per_domain": {"type": "dict", "default": {}},
+    "reserve": {"type": "list", "elements": "str", "default": []},
+    "max_wait": {"type": "float", "default": 1800},
+    "max_pending": {"type": "dict", "default": {}},
+    "windows": {"type": "list", "elements": "dict", "default": []},
+    "now": {"type": "str"},
+    "waive": {"type": "list", "elements": "str", "default": []},
+    "gpu_models": {"type": "list", "elements": "str", "default": []},
+    "unsupported_gpu_models": {"type": "list", "elements": "str", "default": []},
+}
+"""The argument spec of the doc fragment ``gpufleet.driver.planning``."""
 
 
 def snapshot_of(options: Mapping[str, Any]) -> Snapshot:
@@ -73,6 +107,25 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
         gpu_models=tuple(options["gpu_models"]),
         unsupported=tuple(options["unsupported_gpu_models"]),
     )
+
+
+def earlier_of(value: Any) -> Mapping[str, Any] | None:
+    """An earlier plan given as a dictionary or a path; a file may also hold the whole result of ``upgrade_plan``.
+
+    :raises BadPolicy: if it is not JSON or no object; OSError if a path cannot be read.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        with open(str(value), encoding="utf-8") as stream:
+            try:
+                value = json.load(stream)
+            except ValueError as exc:
+                raise BadPolicy(f"{value} is not JSON: {exc}") from exc
+    if not isinstance(value, Mapping):
+        raise BadPolicy("the earlier plan is not an object")
+    inner = value.get("plan", value)
+    return inner if isinstance(inner, Mapping) else value
 
 
 def _positive(what: str, value: Any) -> int:

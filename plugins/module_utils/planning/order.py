@@ -29,7 +29,8 @@ _SMALL = 10
 """Fleets of up to this many nodes also try holding back empty nodes."""
 
 _VARIANTS = 24
-_KICKS = 6
+_KICKS = (1, 40)
+"""Disturbances from which a search starts again: of each first arrangement, and of the best one."""
 _EFFORT = 400
 
 
@@ -356,6 +357,7 @@ def arrange(model: Model) -> tuple[list[list[int]], Played, bool]:
     if not groups:
         return [], play(model, []), False
     effort = min(_EFFORT, 8000 // (len(model.items) + len(model.nodes)))
+    small = len(model.moving) <= _SMALL
     search = _Search(model, first)
     for held in _held_back(model, groups, first):
         unused = frozenset(node for group in held for node in group.nodes)
@@ -367,7 +369,7 @@ def arrange(model: Model) -> tuple[list[list[int]], Played, bool]:
         for bins in starts:
             hints: dict[int, str] = {}
             if effort > 4:
-                search.climb(bins, unused, effort, hints)
+                search.climb(bins, unused, effort, hints, _KICKS[0] if small else 0)
             begin = len(bins.batches)
             for group in held:
                 bins.put(group, range(begin, len(bins.batches)))
@@ -378,10 +380,10 @@ def arrange(model: Model) -> tuple[list[list[int]], Played, bool]:
     if best is None:
         raise BadPolicy("no batches can be formed under these limits")
     found = (best.bins.nodes(), best.played, bool(first))
-    if len(model.moving) > _SMALL:
+    if not small:
         return found
     hints = dict(best.hints)
-    search.climb(best.bins, frozenset(), effort, hints)
+    search.climb(best.bins, frozenset(), 4 * effort, hints, _KICKS[1])
     played = play(model, best.bins.nodes(), hints=hints)
     return (best.bins.nodes(), played, bool(first)) if _key(played) < best.key else found
 
@@ -425,7 +427,7 @@ class _Search:
         if self.best is None or key < self.best.key:
             self.best = _Best(key, bins, played, dict(hints))
 
-    def climb(self, bins: Bins, unused: frozenset[int], effort: int, hints: dict[int, str]) -> None:
+    def climb(self, bins: Bins, unused: frozenset[int], effort: int, hints: dict[int, str], kicks: int = 0) -> None:
         """Change ``bins`` and ``hints`` in place while that loses less; at most ``effort`` different trials."""
         known: dict[object, tuple[float, float]] = {}
 
@@ -447,7 +449,9 @@ class _Search:
 
         best = descend()
         dice = random.Random(1)  # noqa: S311 - any fixed sequence will do, and the same input must give the same plan
-        for _ in range(_KICKS if len(self.model.moving) <= _SMALL else 0):
+        for _ in range(kicks):
+            if len(known) >= effort:
+                break
             kept, kept_hints = bins.contents(), dict(hints)
             for _ in range(2):
                 self._kick(bins, hints, dice)

@@ -153,6 +153,19 @@ class Rooms:
         for index in indexes:
             self._open[index] = 0
 
+    def hide(self, indexes: Iterable[int]) -> list[int]:
+        """Close the open ones among ``indexes`` for a while; :meth:`show` what this returns afterwards."""
+        hidden = [index for index in dict.fromkeys(indexes) if self._open[index]]
+        self.close(hidden)
+        self._version += 1
+        return hidden
+
+    def show(self, hidden: Iterable[int]) -> None:
+        for index in hidden:
+            self._open[index] = 1
+            self._index.pop((self._classes.of[index], self.position[index]), None)
+        self._version += 1
+
     def take(self, index: int, need: Resources) -> None:
         self._change(index, need, -1)
 

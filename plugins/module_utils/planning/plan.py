@@ -307,7 +307,7 @@ def review(earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy) -> tu
         isinstance(b, Mapping) and isinstance(b.get("nodes"), list) and "name" in b for b in listed
     ):
         raise BadPolicy("the earlier plan has no batches with name and nodes: give what upgrade_plan returned as plan")
-    model = prepare(snapshot, _without_names(policy))
+    model = prepare(snapshot, replace(policy, canary=0, reserve=()))
     moving = {model.nodes[index].name: index for index in model.moving}
     done = f"already on {policy.version}"
     changes: list[str] = []
@@ -357,13 +357,71 @@ def review(earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy) -> tu
     return plan, Review(not reasons, names[0] if names else None, tuple(reasons), tuple(changes))
 
 
-def _without_names(policy: Policy) -> Policy:
-    return replace(policy, canary=0, reserve=())
-
-
 def _renamed(plan: Plan, names: Sequence[str]) -> Plan:
     batches = tuple(replace(batch, name=name) for batch, name in zip(plan.batches, names))
     return replace(plan, batches=batches, canary=batches[0].nodes if names and names[0] == "canary" else ())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one workload could go: ``to`` is empty if nowhere, and ``refused`` says why."""
+
+    workload: str
+    to: tuple[str, ...]
+    refused: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"workload": self.workload, "to": list(self.to), "refused": list(self.refused)}
+
+
+def place(
+    snapshot: Snapshot,
+    policy: Policy,
+    workloads: Sequence[str],
+    *,
+    restore: bool,
+    avoid: Sequence[str] = (),
+    plan: Mapping[str, Any] | None = None,
+) -> list[Placement]:
+    """Places for the named workloads on other nodes, found one after another by priority and size.
+
+    :param restore: from a checkpoint, so that the compatibility key must agree; else from nothing.
+    :param plan: an earlier plan in its JSON form; nodes later in its order are preferred, those left out of it most.
+    :raises BadPolicy: if a workload or a node to avoid does not exist.
+    """
+    model = prepare(snapshot, replace(policy, canary=0, reserve=()))
+    order = {name: place for place, name in enumerate((plan or {}).get("order", ()))}
+    position = [order.get(node.name, len(order)) for node in model.nodes]
+    rooms = Rooms(model.nodes, model.free, model.classes, position)
+    for name in avoid:
+        if name not in model.number:
+            raise BadPolicy(f"avoid names {name}, which is not a node of this fleet")
+    rooms.open(
+        index
+        for index, node in enumerate(model.nodes)
+        if node.schedulable and not node.cordoned_by and node.name not in avoid
+    )
+    wanted = set(workloads)
+    items = [index for index, item in enumerate(model.items) if item.workload.name in wanted]
+    missing = wanted - {model.items[index].workload.name for index in items}
+    if missing:
+        raise BadPolicy(f"{sorted(missing)[0]} is not a workload of this snapshot")
+    positions = sorted(set(position), reverse=True)
+    found: dict[int, Placement] = {}
+    for index in sorted(items, key=model.rank.__getitem__):
+        item = model.items[index]
+        hidden = rooms.hide(item.nodes)
+        to = rooms.place(
+            item.needs,
+            item.restorable if restore else item.startable,
+            positions,
+            together=item.workload.together,
+            spread=item.workload.spread,
+        )
+        refused = () if to else tuple(rooms.refusals(item.needs, item.shape, set(positions), restore=restore))
+        found[index] = Placement(item.name, tuple(model.nodes[n].name for n in to or ()), refused)
+        rooms.show(hidden)
+    return [found[index] for index in items]
 
 
 def _verb(fate: str) -> str:

@@ -6,7 +6,7 @@
 What a fate loses, in GPU-seconds (``g`` GPUs):
 
 ``move``        g x (capture + restore), and a cold start more if it is still running when its new node's turn comes
-``wait``        nothing of its own; the GPUs of the batch that stand idle meanwhile are lost if somebody queues for them
+``wait``        nothing of its own, but the GPUs of the batch that stand idle meanwhile (a quarter if nobody queues)
 ``cold_start``  g x (start + progress at risk), and g x swap more if it has to wait for its own node to come back
 ``stay``        nothing: it ends before its node's turn, or its node is left out
 
@@ -162,7 +162,7 @@ class _Walk:
         for index in affected:
             trial[index], lost[index], back = self._settle(index, number, now)
             undo.append((index, back))
-        idle_gpus = sum(model.nodes[node].gpus for node in batch if model.idle_counts[node])
+        idle_gpus = sum(model.nodes[node].gpus * model.idle_weight[node] for node in batch)
         hinted = max((left for left, index in lefts if self.hints.get(index) == WAIT), default=0.0)
         cost = sum(lost.values())
         least = inf if hinted else cost
