@@ -110,7 +110,6 @@ def main() -> None:
         },
         mutually_exclusive=[("nodes", "snapshot")],
         required_one_of=[("nodes", "snapshot")],
-        required_by={"windows": ("now",)},
         supports_check_mode=True,
     )
     given = module.params

@@ -163,7 +163,6 @@ def main() -> None:
         argument_spec={**options.ARGUMENTS, "previous": {"type": "raw"}, "dest": {"type": "path"}},
         mutually_exclusive=[("nodes", "snapshot")],
         required_one_of=[("nodes", "snapshot")],
-        required_by={"windows": ("now",)},
         supports_check_mode=True,
     )
     given = module.params

@@ -88,6 +88,8 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
     except ValueError as exc:
         raise BadPolicy(str(exc)) from exc
     sizes = options["batch_size"]
+    if options["windows"] and options["now"] is None:
+        raise BadPolicy("windows are given and now is not: say when the upgrade would start")
     return Policy(
         version=version,
         canary=canary_of(options["canary"]),
