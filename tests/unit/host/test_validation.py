@@ -49,13 +49,8 @@ def nodes(monkeypatch: pytest.MonkeyPatch, numbers: dict[str, tuple[int, int] | 
             raise FileNotFoundError(self)
         number = numbers[self.name]
         about = list(real(Path("/dev/null")))
-        fake = os.stat_result(
-            about, {"st_rdev": os.makedev(*number) if number else 0, "st_mode": 0o020666 if number else 0o100644}
-        )
-        if number is None:
-            about[0] = 0o100644
-            fake = os.stat_result(about)
-        return fake
+        about[0] = 0o020666 if number else 0o100644
+        return os.stat_result(about, {"st_rdev": os.makedev(*number) if number else 0})
 
     monkeypatch.setattr(Path, "stat", stat)
 
