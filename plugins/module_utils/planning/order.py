@@ -120,8 +120,18 @@ class Bins:
             nodes -= self.limit(len(self.batches))
             self.append()
 
-    def shrink(self) -> None:
-        """Drop empty bins from the end."""
+    def close_gaps(self) -> None:
+        """Fill empty bins from the next one that is not, and drop those left at the end: sizes hold by number."""
+        number = 0
+        while number < len(self.batches):
+            later = next((n for n in range(number, len(self.batches)) if self.batches[n]), None)
+            if later is None:
+                break
+            for group in list(self.batches[later]) if later > number else ():
+                if self.admits(number, group):
+                    self.remove(later, group)
+                    self.add(number, group)
+            number += 1
         while self.batches and not self.batches[-1]:
             for part in (self.batches, self.sizes, self.used):
                 del part[-1]
@@ -188,7 +198,7 @@ class Bins:
                 self.add(number, group)
 
     def nodes(self) -> list[list[int]]:
-        return [[node for group in batch for node in group.nodes] for batch in self.batches if batch]
+        return [sorted(node for group in batch for node in group.nodes) for batch in self.batches if batch]
 
 
 def grouped(model: Model, uses: Mapping[Use, float]) -> list[Group]:
@@ -307,7 +317,7 @@ def _arranged(
                 while start < len(bins.batches) - 1 and bins.sizes[start] >= bins.limit(start):
                     start += 1
                 bins.put(group, range(start, len(bins.batches)))
-    bins.shrink()
+    bins.close_gaps()
     begin = len(bins.batches)
     for group in last:
         bins.put(group, range(begin, len(bins.batches)))
@@ -329,6 +339,7 @@ def _by_end(model: Model, groups: Sequence[Group], first: Sequence[Group], uses:
 
     for group in sorted(rest, key=ends, reverse=True):
         bins.put(group, range(len(bins.batches) - 1, -1, -1))
+    bins.close_gaps()
     begin = len(bins.batches)
     for group in last:
         bins.put(group, range(begin, len(bins.batches)))
@@ -433,7 +444,7 @@ class _Search:
 
         def tried() -> tuple[float, float]:
             batches = bins.nodes()
-            name = (tuple(tuple(sorted(batch)) for batch in batches), tuple(sorted(hints.items())))
+            name = (tuple(map(tuple, batches)), tuple(sorted(hints.items())))
             if name not in known:
                 known[name] = _key(play(self.model, batches, unused, hints))
             return known[name]
@@ -525,7 +536,7 @@ def _neighbours(bins: Bins, fixed: set[int]) -> list[_Change]:
             if i < start and (len(a.nodes) != len(b.nodes) or a.gpu_models != b.gpu_models):
                 continue
             found.append(((i, a, -1), (j, b, -1), (i, b, 1), (j, a, 1)))
-        if i >= start:
+        if i >= start and len(bins.batches[i]) > 1:
             found.extend(((i, a, -1), (j, a, 1)) for j in range(start, len(bins.batches)) if j != i)
     return found
 
