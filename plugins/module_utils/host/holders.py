@@ -40,9 +40,9 @@ SCAN_SECONDS = 60.0
 PROBE_SECONDS = 20.0
 
 _MANAGEMENT = re.compile(
-    r"nvidia-(?:persiste|powerd|gridd|topologyd|fabricm|imex|mig-|cuda-mps|mps|dcgm|device-plugi|smi|settings|modprobe)"
-    r"|nv-(?:hostengine|fabricmanager)|nvlsm|nvsm|dcgm|mps-|telegraf|node[-_]exporter|nomad|gpu-feature|prometheus"
-    r"|nvidia_gpu_exp|otelcol|datadog|netdata|zabbix_agent|collectd|nvtop|nvitop|gpustat"
+    r"nvidia-(?:persiste|powerd|gridd|topology|fabricman|imex|mig-|cuda-mps|mps|dcgm|device-p|smi|settings|modprobe)"
+    r"|nv-(?:hostengine|fabricman)|nvlsm|nvsm|dcgm|mps-|gpu-feature|nvidia_gpu_exp|nvtop|nvitop|gpustat"
+    r"|telegraf|node[-_]exporter|nomad|prometheus|otelcol|datadog|netdata|zabbix_agent|collectd"
 )
 """Programs and units that talk to the driver to manage or watch it, by the start of the name (a process name is cut at
 15 characters)."""

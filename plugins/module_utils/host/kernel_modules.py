@@ -278,7 +278,7 @@ class KernelModules:
             if name not in self.read():
                 continue
             done = self._act(outcome, "unload", name, ["rmmod", name])
-            if name not in self.read():
+            if done.ok or name not in self.read():
                 removed.append(before[name])
                 continue
             outcome.failed = name
