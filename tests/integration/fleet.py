@@ -153,5 +153,3 @@ class Playing:
         if self.report.exists():
             nodes = {line["name"]: line for line in json.loads(self.report.read_text())["nodes"]}
         return Played(rc, self.log.read_text(), nodes)
-
-
