@@ -128,8 +128,8 @@ def main() -> None:
         "findings": [finding.as_dict() for finding in done.findings],
         "reboot_required": done.reboot_required,
         "diff": {
-            "before": {f"{change.uuid} {change.setting}": change.before for change in done.changes},
-            "after": {f"{change.uuid} {change.setting}": change.after for change in done.changes},
+            "before": "".join(f"{change.uuid} {change.setting}: {change.before}\n" for change in done.changes),
+            "after": "".join(f"{change.uuid} {change.setting}: {change.after}\n" for change in done.changes),
         },
     }
     if findings.errors(done.findings):

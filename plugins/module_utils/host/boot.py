@@ -530,7 +530,7 @@ def signature_finding(
 
 # --- nouveau and initial RAM disks ---------------------------------------------------------------------------------
 
-MODPROBE_DIRS = ("/etc/modprobe.d", "/usr/lib/modprobe.d", "/lib/modprobe.d")
+MODPROBE_DIRS = ("/etc/modprobe.d", "/lib/modprobe.d")
 SESSION_DIRS = ("/run/modprobe.d",)
 
 

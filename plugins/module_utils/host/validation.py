@@ -491,12 +491,21 @@ def devices_to_compute(now: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return chosen
 
 
+_COMPUTE_NEXT: Mapping[int | None, str] = {
+    46: "nvidia-smi -q -d COMPUTE; see who holds the GPU: module_holders_info",
+    100: "ls -l /dev/nvidia*; nvidia-smi -L",
+    802: "systemctl status nvidia-fabricmanager nvlsm; journalctl -u nvidia-fabricmanager -b",
+    803: "reload the kernel modules or reboot",
+    999: "modprobe nvidia-uvm; nvidia-modprobe -c=0 -u",
+}
+
+
 def check_compute(results: Iterable[cuda.Computation]) -> list[Finding]:
     """Every device computed, and computed right."""
     found = []
     for result in results:
         level = OK if result.ok else ERROR
-        next_ = None if result.ok else "journalctl -k -b | grep -e NVRM -e Xid; systemctl status nvidia-fabricmanager"
+        next_ = _COMPUTE_NEXT.get(result.code, "journalctl -k -b | grep -e NVRM -e Xid") if level == ERROR else None
         message = f"{result.device} {result.message}" if result.ok else f"{result.device}: {result.message}"
         found.append(Finding("validate.compute", level, message, result.as_dict(), next_))
     if not found:
