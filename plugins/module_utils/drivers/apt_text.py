@@ -64,7 +64,6 @@ class Policy:
     installed: str | None
     candidate: str | None
     versions: Mapping[str, tuple[str, ...]]
-    priorities: Mapping[str, int]
 
 
 def policies(text: str) -> dict[str, Policy]:
@@ -72,25 +71,23 @@ def policies(text: str) -> dict[str, Policy]:
     found: dict[str, Policy] = {}
     name = installed = candidate = current = None
     versions: dict[str, list[str]] = {}
-    priorities: dict[str, int] = {}
 
     def close() -> None:
         if name is not None:
-            found[name] = Policy(installed, candidate, {v: tuple(s) for v, s in versions.items()}, dict(priorities))
+            found[name] = Policy(installed, candidate, {v: tuple(s) for v, s in versions.items()})
 
     for line in text.splitlines():
         if line and not line[0].isspace():
             close()
             name, installed, candidate, current = line.rstrip(":"), None, None, None
-            versions, priorities = {}, {}
+            versions = {}
         elif line.startswith("  Installed: "):
             installed = _or_none(line)
         elif line.startswith("  Candidate: "):
             candidate = _or_none(line)
         elif line.startswith((" *** ", "     ")) and not line.startswith("      "):
-            current, _, priority = line[5:].strip().partition(" ")
+            current = line[5:].split()[0]
             versions[current] = []
-            priorities[current] = int(priority) if re.fullmatch(r"-?\d+", priority.strip()) else 500
         elif line.startswith("        ") and current is not None and not line.rstrip().endswith("/dpkg/status"):
             versions[current].append(line.strip().partition(" ")[2])
     close()
@@ -225,7 +222,7 @@ def history(text: str) -> list[Transaction]:
 _MAKE_CAUSES = (
     (re.compile(r"unrecognized command[- ]line option|unrecognized option"), "the compiler is older than the kernel's"),
     (re.compile(r"compiler .* differs|different compiler|cc version check"), "the compiler is not the kernel's"),
-    (re.compile(r"No such file or directory.*build|Unable to find the (?:kernel|development) "), "no kernel headers"),
+    (re.compile(r"build: No such file or directory|Unable to find the (?:kernel|development) "), "no kernel headers"),
     (re.compile(r"No space left on device"), "the disk is full"),
     (re.compile(r"command not found|cc: not found|gcc[-\w]*: (?:not found|No such file)"), "the compiler is missing"),
 )

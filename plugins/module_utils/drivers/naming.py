@@ -13,6 +13,7 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion, of_package
@@ -120,12 +121,12 @@ _DEBIAN = {
     "libgles-nvidia2": LIBRARY,
     "libglx-nvidia0": LIBRARY,
 }
-_DEBIAN_FLAVOUR = {
+_DEBIAN_FLAVOUR: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     PROPRIETARY: {
-        "nvidia-kernel-open-dkms": "nvidia-kernel-dkms",
-        "nvidia-open-kernel-dkms": "nvidia-kernel-dkms",
-        "nvidia-open-kernel-support": "nvidia-kernel-support",
-        "nvidia-open-kernel-source": "nvidia-kernel-source",
+        "nvidia-kernel-open-dkms": ("nvidia-kernel-dkms",),
+        "nvidia-open-kernel-dkms": ("nvidia-kernel-dkms",),
+        "nvidia-open-kernel-support": ("nvidia-kernel-support",),
+        "nvidia-open-kernel-source": ("nvidia-kernel-source",),
     },
     OPEN: {"nvidia-kernel-dkms": ("nvidia-open-kernel-dkms", "nvidia-kernel-open-dkms")},
 }
@@ -220,8 +221,7 @@ def deb_counterparts(package: DriverPackage, target: DriverVersion, flavour: str
     if package.stem.startswith("linux-"):
         return (_ubuntu_kernel(package, target, flavour),)
     if package.name in _DEBIAN or package.role == TOOL:
-        switched = _DEBIAN_FLAVOUR[flavour].get(package.name, package.name)
-        return (switched,) if isinstance(switched, str) else (*switched, package.name)[: len(switched)]
+        return _DEBIAN_FLAVOUR[flavour].get(package.name, (package.name,))
     if package.role == PIN:
         tail = target.text if package.version else target.branch
         return (f"{package.stem}-{tail}",)
@@ -252,14 +252,6 @@ def _vendor_metas(package: DriverPackage, target: DriverVersion, flavour: str) -
     stem = "nvidia-open" if flavour == OPEN else "cuda-drivers"
     suffixed = f"{stem}-{target.branch}"
     return (stem,) if int(target.branch) >= UNSUFFIXED_FROM or package.branch is None else (suffixed, stem)
-
-
-def fabric_manager(family: str, target: DriverVersion, origin: str = "nvidia") -> str:
-    """The name of Fabric Manager at ``target``: ``family`` is deb or rpm, ``origin`` nvidia or archive (Ubuntu's)."""
-    plain = int(target.branch) >= FABRIC_UNSUFFIXED_FROM
-    if family == "rpm":
-        return "nvidia-fabricmanager" if plain else "nvidia-fabric-manager"
-    return "nvidia-fabricmanager" if plain and origin != "archive" else f"nvidia-fabricmanager-{target.branch}"
 
 
 def is_transitional(name: str, version: str, description: str) -> bool:
@@ -356,9 +348,9 @@ def rpm_counterparts(
     if package.role == KERNEL and package.name.startswith("kmod-nvidia-"):
         return ("kmod-nvidia-open-dkms" if flavour == OPEN else "kmod-nvidia-latest-dkms",)
     if package.stem in ("nvidia-fabric-manager", "nvidia-fabricmanager"):
-        return (fabric_manager("rpm", target),)
+        return (_el_fabric_manager(target),)
     if package.stem in ("nvidia-fabric-manager-devel", "nvidia-fabricmanager-devel"):
-        return (f"{fabric_manager('rpm', target)}-devel",)
+        return (f"{_el_fabric_manager(target)}-devel",)
     if package.stem in ("nvidia-imex", "libnvidia-nscq"):
         suffixed = f"{package.stem}-{target.branch}"
         plain = int(target.branch) >= FABRIC_UNSUFFIXED_FROM or package.branch is None
@@ -366,6 +358,10 @@ def rpm_counterparts(
     if package.stem in ("cuda-drivers", "nvidia-open"):
         return ("nvidia-open" if flavour == OPEN else "cuda-drivers",)
     return (package.name,)
+
+
+def _el_fabric_manager(target: DriverVersion) -> str:
+    return "nvidia-fabricmanager" if int(target.branch) >= FABRIC_UNSUFFIXED_FROM else "nvidia-fabric-manager"
 
 
 def kernel_release(kernel: str) -> str:
@@ -410,10 +406,3 @@ def stream_for(current: Stream, target: DriverVersion, flavour: str) -> str:
     if flavour == OPEN:
         return f"{target.branch}-open"
     return f"{target.branch}-dkms" if current.dkms else target.branch
-
-
-def has_streams(distribution: str, major: int) -> bool:
-    """Whether the driver comes as module streams: Enterprise Linux 8 and 9 (and Amazon Linux 2023), not 10."""
-    return (
-        distribution in ("rhel", "rocky", "almalinux", "ol", "centos") and major in (8, 9)
-    ) or distribution == "amzn"

@@ -74,25 +74,6 @@ def enabled_stream(text: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class StreamRow:
-    """A row of ``dnf module list``."""
-
-    stream: str
-    enabled: bool
-    default: bool
-
-
-def module_streams(text: str, module: str = "nvidia-driver") -> list[StreamRow]:
-    """The streams of ``module`` in ``dnf module list``: ``nvidia-driver  550-dkms [d][e]  default [d]  Summary``."""
-    rows = []
-    for line in text.splitlines():
-        found = re.match(rf"^{re.escape(module)}\s+(?P<stream>\S+)(?P<flags>(?: \[[dexi]\]| ?\[[dexi]\])*)", line)
-        if found:
-            rows.append(StreamRow(found["stream"], "[e]" in found["flags"], "[d]" in found["flags"]))
-    return rows
-
-
 _SECTIONS = {
     "Installing:": "install",
     "Installing dependencies:": "install",

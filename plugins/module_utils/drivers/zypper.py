@@ -56,7 +56,9 @@ class Zypper(DriverSource):
         if installed.version == target.text:
             return PackagePlan(ZYPPER, target.text, flavour)
         offered = self._offered(names)
-        here = sorted(name for name, versions in offered.items() if target not in map(of_package, versions))
+        here = sorted(
+            name for name, versions in offered.items() if not any(_at(version, target) for version in versions)
+        )
         best = rpm_text.common_version({name: versions for name, versions in offered.items() if versions})
         spec = " ".join(self._spec(name, versions, target) for name, versions in offered.items())
         if not names or here:
@@ -79,11 +81,11 @@ class Zypper(DriverSource):
         done = self.run(["zypper", "--non-interactive", "search", "-s", "-x", *names], timeout=QUERY_SECONDS)
         found: dict[str, list[str]] = {name: [] for name in names}
         for offer in rpm_text.zypper_offers(done.stdout):
-            found.setdefault(offer.name, []).append(naming.strip_kernel(offer.version))
+            found.setdefault(offer.name, []).append(offer.version)
         return found
 
     def _spec(self, name: str, versions: Sequence[str], target: DriverVersion) -> str:
-        return f"{name}={next((v for v in versions if of_package(v) == target), target.text)}"
+        return f"{name}={next((v for v in versions if _at(v, target)), target.text)}"
 
     def obtainable(self, snapshot: Snapshot) -> list[Finding]:
         return []
@@ -105,6 +107,10 @@ class Zypper(DriverSource):
 
     def recover(self, timeout: float) -> None:
         _refuse()
+
+
+def _at(version: str, target: DriverVersion) -> bool:
+    return of_package(naming.strip_kernel(version)) == target
 
 
 def _refuse() -> NoReturn:

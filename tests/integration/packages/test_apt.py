@@ -315,3 +315,11 @@ def test_a_pkg_03_suffixes_go_at_590_and_come_back(apt_node):
         "nvidia-driver-pinning-590": "590-1ubuntu1",
     }
     assert go_back(apt_node).after == before
+
+
+def test_a_nvml_02_a_pin_of_minus_one_does_not_stop_an_exact_version(apt_node):
+    preferences = apt_node.root / "etc/apt/preferences.d/site"
+    preferences.write_text("Package: *nvidia*\nPin: release *\nPin-Priority: -1\n")
+    assert apt_node.source().detect().pins == ("*nvidia*: release * (priority -1)",)
+    assert upgrade(apt_node).disk_module == NEW
+    assert preferences.exists()
