@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -360,13 +359,13 @@ def checkpoint_state(pid: int, timeout: float, library: str = "libcuda.so.1") ->
     asked = execution.call(_driver_state, pid, library, timeout=timeout)
     if asked.ok and asked.value is not None:
         return str(asked.value)
-    if asked.timed_out or shutil.which("cuda-checkpoint") is None:
+    if asked.timed_out:
         return UNKNOWN
     done = execution.run(["cuda-checkpoint", "--get-state", "--pid", str(pid)], timeout=timeout)
     word = done.stdout.strip().lower()
     if done.ok:
         return word if word in _CHECKPOINT_STATES else UNKNOWN
-    return UNKNOWN if done.timed_out else "none"
+    return UNKNOWN if done.timed_out or done.rc == execution.NOT_FOUND_RC else "none"
 
 
 def _driver_state(pid: int, library: str) -> str | None:
