@@ -123,10 +123,16 @@ class Durations:
 
 @dataclass(frozen=True)
 class Demand:
-    """Work of one GPU model that waits in the queue, and what arrives."""
+    """Work of one GPU model that waits in the queue: its GPUs, GPUs that arrive in an hour, and how long it runs.
+
+    With a ``duration`` (mean seconds), queued work takes the GPUs that become free; 0 is unknown: they stay free.
+    ``shortest`` is what the short ones among it take, those that fill a gap; 0 is unknown: as long as the mean.
+    """
 
     gpus: float = 0.0
     arrivals_per_hour: float = 0.0
+    duration: float = 0.0
+    shortest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ def gpus_of(resources: Resources) -> float:
     total: float = resources.get("gpu", 0)
     for name, amount in resources.items():
         if name.startswith("mig-"):
-            total += amount * int(name[4 : name.index("g")] if "g" in name else 1) / 7
+            total += amount * int(name[4:].split("g", 1)[0]) / 7
     return total
 
 
@@ -232,7 +238,7 @@ def dump(snapshot: Snapshot) -> dict[str, Any]:
         "budgets": dict(snapshot.budgets),
         "durations": {each.name: getattr(snapshot.durations, each.name) for each in fields(Durations)},
         "queue": {
-            model: {"gpus": demand.gpus, "arrivals_per_hour": demand.arrivals_per_hour}
+            model: {each.name: getattr(demand, each.name) for each in fields(Demand)}
             for model, demand in snapshot.queue.items()
         },
     }

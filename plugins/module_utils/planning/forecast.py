@@ -12,6 +12,8 @@ numbers: the same input gives the same forecast. The peers are played event by e
 
 Lost, in GPU-hours, by cause: ``moves`` (paused while saved and restored), ``cold_starts`` (progress and start-up),
 ``no_room`` (evicted and waiting for a node), ``idle`` (cordoned GPUs without work; a quarter if nobody queues).
+If the snapshot says how long queued work runs, it takes the GPUs that become free: with a plan only as far as it ends
+before its node's turn, as a maintenance reservation sees to; with the peers always.
 The swap itself costs every way the same and is given apart.
 
 Private to this collection: may change in any release.
@@ -180,6 +182,7 @@ def forecast_peer(
             len(order) if way == "all_at_once" else width,
             drain_deadline if way == "drain_and_wait" else 0.0,
             failed,
+            dice,
         )
         runs.append(rolling.run())
     return Forecast(way, tuple(runs), _swap_lost(model, [order]))
@@ -285,7 +288,10 @@ def _capacity(
 class _Rolling:
     """Nodes in order, ``width`` at a time; each is cordoned, emptied after ``patience`` seconds, swapped, returned."""
 
-    def __init__(self, model: Model, order: Sequence[int], width: int, patience: float, failed: set[int]) -> None:
+    def __init__(
+        self, model: Model, order: Sequence[int], width: int, patience: float, failed: set[int], dice: random.Random
+    ) -> None:
+        self.dice = dice
         self.model = model
         self.todo = list(reversed(order))
         self.width = width
@@ -317,6 +323,12 @@ class _Rolling:
             if what == "end":
                 if self.end[index] == now and index not in self.pending:
                     self.end[index] = -1.0
+                    refill = max(self.model.refill[node] for node in self.where[index])
+                    if refill and not any(node in self.draining for node in self.where[index]):
+                        self.began[index] = now
+                        self.end[index] = now + refill * self.dice.uniform(0.5, 1.5)
+                        self._at(self.end[index], "end", index)
+                        continue
                     self.waits += any(node in self.draining for node in self.where[index])
                     self._leave(index, now)
                     self._settle_pending(now)

@@ -95,6 +95,10 @@ class Model:
         self.classes = Classes(self.nodes, labels, policy.waive)
         wanted = {model for model, demand in snapshot.queue.items() if demand.gpus or demand.arrivals_per_hour}
         self.idle_weight = [1.0 if node.gpu_model in wanted else SPARE_WEIGHT for node in self.nodes]
+        refill = {model: demand.duration for model, demand in snapshot.queue.items()}
+        short = {model: demand.shortest or demand.duration for model, demand in snapshot.queue.items()}
+        self.gap = [short.get(node.gpu_model or "", 0.0) / 2 for node in self.nodes]
+        self.refill = [refill.get(node.gpu_model or "", 0.0) for node in self.nodes]
         self.free: list[Resources] = [node.free for node in self.nodes]
         self.items: list[Item] = []
         self.residents: list[list[int]] = [[] for _ in self.nodes]

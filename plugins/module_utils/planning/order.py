@@ -367,7 +367,7 @@ def arrange(model: Model) -> tuple[list[list[int]], Played, bool]:
     first = canaries(model, groups)
     if not groups:
         return [], play(model, []), False
-    effort = min(_EFFORT, 8000 // (len(model.items) + len(model.nodes)))
+    effort = min(_EFFORT, 40000 // (len(model.items) + len(model.nodes)))
     small = len(model.moving) <= _SMALL
     search = _Search(model, first)
     for held in _held_back(model, groups, first):

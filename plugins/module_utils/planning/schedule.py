@@ -8,7 +8,8 @@ What a fate loses, in GPU-seconds (``g`` GPUs):
 ``move``        g x (capture + restore), and a cold start more if it is still running when its new node's turn comes
 ``wait``        nothing of its own, but the GPUs of the batch that stand idle meanwhile (a quarter if nobody queues)
 ``cold_start``  g x (start + progress at risk), and g x swap more if it has to wait for its own node to come back
-``stay``        nothing: it ends before its node's turn, or its node is left out
+``stay``        nothing: it ends before its node's turn; queued work that would outlast that turn is not let in then,
+                so its GPUs stand idle for up to half of what the short ones among such work take
 
 The start of each batch is the end of the one before: the longest wait, the evacuation and the swap of the driver.
 
@@ -138,6 +139,8 @@ class _Walk:
                     if node in model.items[index].nodes and index not in seen and not self.moved[index]:
                         seen.add(index)
                         self.played.fates.append(Fate(index, number, STAY, 0.0, reason="ends before its node's turn"))
+                        empty = min(now - end[index], model.gap[node])
+                        self.played.idle += model.items[index].idle * empty
                 elif index not in seen and node in self.where[index]:
                     seen.add(index)
                     affected.append(index)
