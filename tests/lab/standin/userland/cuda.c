@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: GPL-3.0-or-later */
 /*
- * Stand-in for libcuda.so.1: the driver API a compute check needs. It opens the nodes the real library opens, so a process
- * that uses it holds the driver; it computes one kernel, by knowing its name rather than its code:
+ * Stand-in for libcuda.so.1: the driver API a compute check needs. It opens the nodes the real library opens, so a
+ * process that uses it holds the driver; it computes one kernel, by knowing its name rather than its code:
  *   gpufleet_axpy(u64 x, u64 y, u32 a, u32 n):  y[i] = a * x[i] + y[i]  over uint32, wrapping
  *
  * Knobs (append ".<gpu>" for one GPU):
- *   cuda_init=CODE   what cuInit returns (801 not supported, 802 system not ready, 803 mismatch, 100 no device, 999 unknown)
+ *   cuda_init=CODE   what cuInit returns: 801 not supported, 802 system not ready, 803 mismatch, 100 no device, ...
  *   cuda_error.<function>=CODE  cuda_hang.<function>=1   (names without _v2)
  *   cuda_wrong=1     the kernel gets one element wrong
  */
@@ -144,7 +144,7 @@ Result cuGetErrorString(Result code, const char **out)
 	return i < 0 ? INVALID_VALUE : SUCCESS;
 }
 
-/* --- initialisation and devices ------------------------------------------------------------------------------------- */
+/* --- initialisation and devices ----------------------------------------------------------------------------------- */
 
 /* With MIG on, a GPU is a CUDA device only once it has a compute instance. */
 static int usable(int gpu)
@@ -152,6 +152,11 @@ static int usable(int gpu)
 	char text[16];
 
 	return standin_number("mig", gpu, 0) <= 0 || !standin_text("ci", gpu, text, sizeof(text));
+}
+
+static int names_device(const char *word, int index, const char *uuid)
+{
+	return isdigit((unsigned char)word[0]) ? atoi(word) == index : !strncmp(uuid, word, strlen(word));
 }
 
 /* CUDA_VISIBLE_DEVICES: indices or UUID prefixes; the list ends at the first that is not there. */
@@ -175,7 +180,7 @@ static void choose_devices(void)
 		int found = -1;
 
 		for (int i = 0; i < known; i++)
-			if (isdigit((unsigned char)word[0]) ? atoi(word) == i : !strncmp(gpus[all[i]].uuid, word, strlen(word)))
+			if (names_device(word, i, gpus[all[i]].uuid))
 				found = all[i];
 		if (found < 0)
 			break;
@@ -319,7 +324,7 @@ Result cuDeviceGetAttribute(int *out, int attribute, CUdevice device)
 	return SUCCESS;
 }
 
-/* --- contexts --------------------------------------------------------------------------------------------------------- */
+/* --- contexts ----------------------------------------------------------------------------------------------------- */
 
 static Result open_device(struct context *context, CUdevice device)
 {
@@ -437,7 +442,7 @@ Result cuCtxSynchronize(void)
 	return entered("cuCtxSynchronize");
 }
 
-/* --- memory: host memory under device pointers, so that a stray pointer is caught --------------------------------------- */
+/* --- memory: host memory under device pointers, so that a stray pointer is caught --------------------------------- */
 
 Result cuMemAlloc_v2(DevicePointer *out, size_t size)
 {
@@ -483,7 +488,8 @@ static unsigned char *device_bytes(DevicePointer pointer, size_t size)
 	unsigned char *wanted = (unsigned char *)(uintptr_t)pointer;
 
 	for (struct allocation *known = allocations; known; known = known->next)
-		if (known->device == current->device && wanted >= known->bytes && wanted + size <= known->bytes + known->size)
+		if (known->device == current->device && wanted >= known->bytes &&
+		    wanted + size <= known->bytes + known->size)
 			return wanted;
 	return NULL;
 }
@@ -535,7 +541,7 @@ Result cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
 	return SUCCESS;
 }
 
-/* --- modules and the one kernel -------------------------------------------------------------------------------------------- */
+/* --- modules and the one kernel ----------------------------------------------------------------------------------- */
 
 static const char axpy[] = "gpufleet_axpy";
 
@@ -609,7 +615,7 @@ Result cuLaunchKernel(struct function *function, unsigned int grid_x, unsigned i
 	return SUCCESS;
 }
 
-/* --- events: everything above is synchronous, so an event has always happened ---------------------------------------------------- */
+/* --- events: everything above is synchronous, so an event has always happened ------------------------------------- */
 
 Result cuEventCreate(int **event, unsigned int flags)
 {

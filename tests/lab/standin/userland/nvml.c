@@ -124,7 +124,7 @@ static Return keep(enum standin_layer layer, const char *key, Device device, lon
 	return standin_keep_number(layer, key, device->gpu, value) ? UNKNOWN : OK;
 }
 
-/* --- library and system ----------------------------------------------------------------------------------------- */
+/* --- library and system ------------------------------------------------------------------------------------------- */
 
 Return nvmlInitWithFlags(unsigned int flags)
 {
@@ -243,7 +243,7 @@ Return nvmlSystemGetProcessName(unsigned int pid, char *out, unsigned int size)
 	return OK;
 }
 
-/* --- devices ---------------------------------------------------------------------------------------------------- */
+/* --- devices ------------------------------------------------------------------------------------------------------ */
 
 Return nvmlDeviceGetCount_v2(unsigned int *count)
 {
@@ -486,7 +486,7 @@ Return nvmlDeviceGetUtilizationRates(Device device, struct utilization *rates)
 	return OK;
 }
 
-/* --- processes: whoever has the node open, so the list cannot be false ------------------------------------------- */
+/* --- processes: whoever has the node open, so the list cannot be false -------------------------------------------- */
 
 struct process_v1 {
 	unsigned int pid;
@@ -541,7 +541,7 @@ Return nvmlDeviceGetMPSComputeRunningProcesses_v3(Device device, unsigned int *c
 	return nvmlDeviceGetGraphicsRunningProcesses_v3(device, count, out);
 }
 
-/* --- settings the driver forgets when it is unloaded --------------------------------------------------------------- */
+/* --- settings the driver forgets when it is unloaded -------------------------------------------------------------- */
 
 Return nvmlDeviceGetPersistenceMode(Device device, unsigned int *mode)
 {
@@ -713,7 +713,7 @@ Return nvmlDeviceResetApplicationsClocks(Device device)
 	return standin_keep(LOADED, "application_graphics_mhz", device->gpu, NULL) ? UNKNOWN : OK;
 }
 
-/* --- ECC and row remapping: the mode is in the InfoROM and becomes current at the next load --------------------- */
+/* --- ECC and row remapping: the mode is in the InfoROM and becomes current at the next load ----------------------- */
 
 Return nvmlDeviceGetEccMode(Device device, unsigned int *current, unsigned int *pending)
 {
@@ -776,7 +776,7 @@ Return nvmlDeviceGetRetiredPagesPendingStatus(Device device, unsigned int *pendi
 	return NOT_SUPPORTED; /* Ampere and later remap rows instead */
 }
 
-/* --- fabric ------------------------------------------------------------------------------------------------------ */
+/* --- fabric ------------------------------------------------------------------------------------------------------- */
 
 struct fabric {
 	unsigned char cluster[16];
@@ -813,7 +813,7 @@ Return nvmlDeviceGetGpuFabricInfoV(Device device, struct fabric_v *info)
 	return OK;
 }
 
-/* --- MIG ----------------------------------------------------------------------------------------------------------- */
+/* --- MIG ---------------------------------------------------------------------------------------------------------- */
 /* As on an A100 80GB: 7 compute slices, 8 memory slices. Layout in the LOADED layer:
  *   gi.<gpu>=<id>:<profile id>:<start>[,...]     ci.<gpu>=<gi id>:<id>:<profile id>:<start>[,...]                      */
 
@@ -1157,6 +1157,22 @@ Return nvmlGpuInstanceGetComputeInstanceProfileInfo(GpuInstance handle, unsigned
 	*info = (struct ci_profile_info){profile, ci_slices[profile], slices / ci_slices[profile], ci_slices[profile] * 14,
 					 slices, slices / 2, 0, 0, 0};
 	return OK;
+}
+
+struct ci_profile_info_v2 {
+	unsigned int version;
+	struct ci_profile_info plain;
+	char name[96];
+};
+
+Return nvmlGpuInstanceGetComputeInstanceProfileInfoV(GpuInstance handle, unsigned int profile, unsigned int engine,
+						     struct ci_profile_info_v2 *info)
+{
+	Return result = nvmlGpuInstanceGetComputeInstanceProfileInfo(handle, profile, engine, &info->plain);
+
+	if (!result)
+		snprintf(info->name, sizeof(info->name), "MIG %uc", info->plain.slices);
+	return result;
 }
 
 static Return ci_create(GpuInstance handle, unsigned int profile, int start, ComputeInstance *out)

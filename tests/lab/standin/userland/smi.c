@@ -4,7 +4,8 @@
  *   nvidia-smi                                   short table          nvidia-smi -L     GPUs and MIG devices
  *   nvidia-smi --query-gpu=FIELDS [--format=...] nvidia-smi --query-compute-apps=FIELDS [--format=...]
  *   nvidia-smi [-i N] -pm|-pl|-c|-e|-mig VALUE   nvidia-smi -lgc MIN,MAX | -rgc | -ac MEM,GPU | -rac
- *   nvidia-smi mig [-i N] -cgi ID,.. [-C] | -dgi | -dci | -lgi | -lci
+ *   nvidia-smi mig [-i N] -cgi ID[:START],.. [-C] | [-gi ID] -cci ID,.. | -dgi | -dci | -lgi | -lci
+ * N is an index or a UUID.
  */
 #include <dlfcn.h>
 #include <stdio.h>
@@ -16,7 +17,8 @@ typedef void *Device;
 typedef unsigned int uint;
 
 static void *library;
-static int only = -1; /* -i */
+static int only = -1;          /* -i */
+static int only_instance = -1; /* -gi */
 
 static int missing(void)
 {
@@ -51,12 +53,31 @@ static int handle(uint index, Device *device)
 	return CALL(nvmlDeviceGetHandleByIndex_v2, (uint, Device *), index, device);
 }
 
+/* Index of a GPU named by index or UUID; one past the last where there is none such. */
+static int index_of(const char *word)
+{
+	uint count = gpu_count();
+
+	if (strncmp(word, "GPU-", 4))
+		return atoi(word);
+	for (uint index = 0; index < count; index++) {
+		char uuid[96] = "";
+		Device device;
+
+		if (!handle(index, &device))
+			CALL(nvmlDeviceGetUUID, (Device, char *, uint), device, uuid, sizeof(uuid));
+		if (!strcmp(uuid, word))
+			return index;
+	}
+	return count;
+}
+
 static const char *on_off(uint value)
 {
 	return value ? "Enabled" : "Disabled";
 }
 
-/* --- queries -------------------------------------------------------------------------------------------------------- */
+/* --- queries ------------------------------------------------------------------------------------------------------ */
 
 static int text_field(const char *field, Device device, char *out, uint size)
 {
@@ -279,7 +300,7 @@ static int table(void)
 	return 0;
 }
 
-/* --- settings ------------------------------------------------------------------------------------------------------- */
+/* --- settings ----------------------------------------------------------------------------------------------------- */
 
 static int set_one(const char *option, const char *value, Device device, const char *address)
 {
@@ -406,25 +427,33 @@ static int gpu_instances(const char *option, const char *value, Device device, c
 }
 
 /* The full-size compute instance of a GPU instance has the profile of its slice count. */
+static const uint full_size[][2] = {{19, 0}, {15, 0}, {14, 1}, {9, 2}, {5, 3}, {0, 4}};
+
 static int create_instances(const char *option, const char *value, Device device, const char *gpu)
 {
 	char *copy = strdup(value), *save = NULL;
 	int result = 0, with_compute = !strcmp(option, "-C");
 
 	for (char *word = strtok_r(copy, ",", &save); word && !result; word = strtok_r(NULL, ",", &save)) {
-		static const uint full[][2] = {{19, 0}, {15, 0}, {14, 1}, {9, 2}, {5, 3}, {0, 4}};
+		struct {
+			uint start, size;
+		} place = {0};
 		uint profile = strtoul(word, NULL, 10);
 		struct gi_info info = {0};
 		Device gi, ci;
 
-		result = CALL(nvmlDeviceCreateGpuInstance, (Device, uint, Device *), device, profile, &gi);
+		if (sscanf(word, "%*u:%u", &place.start) == 1)
+			result = CALL(nvmlDeviceCreateGpuInstanceWithPlacement, (Device, uint, void *, Device *), device, profile, &place,
+				      &gi);
+		else
+			result = CALL(nvmlDeviceCreateGpuInstance, (Device, uint, Device *), device, profile, &gi);
 		if (result)
 			break;
 		CALL(nvmlGpuInstanceGetInfo, (Device, void *), gi, &info);
 		printf("Successfully created GPU instance ID %2u on GPU %2s using profile ID %2u\n", info.id, gpu, profile);
-		for (size_t i = 0; with_compute && i < sizeof(full) / sizeof(full[0]); i++)
-			if (full[i][0] == profile)
-				result = CALL(nvmlGpuInstanceCreateComputeInstance, (Device, uint, Device *), gi, full[i][1], &ci);
+		for (size_t i = 0; with_compute && i < sizeof(full_size) / sizeof(full_size[0]); i++)
+			if (full_size[i][0] == profile)
+				result = CALL(nvmlGpuInstanceCreateComputeInstance, (Device, uint, Device *), gi, full_size[i][1], &ci);
 	}
 	if (result)
 		printf("Unable to create a GPU instance on GPU %s: %s\n", gpu, explain(result));
@@ -432,16 +461,39 @@ static int create_instances(const char *option, const char *value, Device device
 	return result;
 }
 
+static int create_compute(const char *option, const char *value, Device device, const char *gpu)
+{
+	char *copy = strdup(value), *save = NULL;
+	Device gi, ci;
+	int result = CALL(nvmlDeviceGetGpuInstanceById, (Device, uint, Device *), device, only_instance, &gi);
+
+	(void)option;
+	for (char *word = strtok_r(copy, ",", &save); word && !result; word = strtok_r(NULL, ",", &save)) {
+		result = CALL(nvmlGpuInstanceCreateComputeInstance, (Device, uint, Device *), gi, strtoul(word, NULL, 10), &ci);
+		if (!result)
+			printf("Successfully created compute instance on GPU %s GPU instance ID %d using profile ID %s\n", gpu,
+			       only_instance, word);
+	}
+	if (result)
+		printf("Unable to create a compute instance on GPU %s GPU instance ID %d: %s\n", gpu, only_instance, explain(result));
+	free(copy);
+	return result;
+}
+
 static int mig(int count, char **words)
 {
-	const char *profiles = NULL, *action = NULL;
+	const char *profiles = NULL, *compute = NULL, *action = NULL;
 	int with_compute = 0;
 
 	for (int i = 2; i < count; i++) {
 		if (!strcmp(words[i], "-i") && i + 1 < count)
-			only = atoi(words[++i]);
+			only = index_of(words[++i]);
 		else if (!strcmp(words[i], "-cgi") && i + 1 < count)
 			profiles = words[++i];
+		else if (!strcmp(words[i], "-cci") && i + 1 < count)
+			compute = words[++i];
+		else if (!strcmp(words[i], "-gi") && i + 1 < count)
+			only_instance = atoi(words[++i]);
 		else if (!strcmp(words[i], "-C"))
 			with_compute = 1;
 		else
@@ -449,6 +501,8 @@ static int mig(int count, char **words)
 	}
 	if (profiles)
 		return each_gpu(create_instances, with_compute ? "-C" : "", profiles);
+	if (compute && only_instance >= 0)
+		return each_gpu(create_compute, "-cci", compute);
 	if (action && (!strcmp(action, "-lgi") || !strcmp(action, "-lci") || !strcmp(action, "-dgi") || !strcmp(action, "-dci")))
 		return each_gpu(gpu_instances, action, NULL);
 	puts("Invalid combination of input arguments. Please run 'nvidia-smi mig -h' for help.");
@@ -471,7 +525,7 @@ static int run(int count, char **words)
 		if (!strncmp(word, "--format=", 9)) {
 			format = word + 9;
 		} else if (!strcmp(word, "-i") && i + 1 < count) {
-			only = atoi(words[++i]);
+			only = index_of(words[++i]);
 		} else if (!strcmp(word, "-L") || !strcmp(word, "--list-gpus")) {
 			return list_gpus();
 		} else if (!strncmp(word, "--query-gpu=", 12) || !strncmp(word, "--query-compute-apps=", 21)) {

@@ -105,7 +105,7 @@ int standin_gpus(struct standin_gpu gpus[STANDIN_MAX_GPUS])
 	return count;
 }
 
-/* --- state ------------------------------------------------------------------------------------------------------ */
+/* --- state -------------------------------------------------------------------------------------------------------- */
 
 static const char *const layers[] = {
 	"/run/nvidia-standin/loaded",
@@ -301,7 +301,7 @@ int standin_keep_number(enum standin_layer layer, const char *key, int gpu, long
 	return standin_keep(layer, key, gpu, text);
 }
 
-/* --- nodes and processes ---------------------------------------------------------------------------------------- */
+/* --- nodes and processes ------------------------------------------------------------------------------------------ */
 
 static void nvidia_modprobe(char *const arguments[])
 {
