@@ -38,9 +38,8 @@ options:
     type: str
     required: true
   holder:
-    description: Who runs it, for whoever finds the fleet locked. For example a name and a controller.
+    description: Who runs it, for whoever finds the fleet locked. For example a name and a controller. A renewal keeps it.
     type: str
-    default: unknown
   ttl:
     description:
       - Seconds until the lease runs out unless it is renewed. Longer than a batch can take.
@@ -107,7 +106,7 @@ def main() -> None:
         argument_spec={
             "state": {"type": "str", "choices": ["held", "released"], "default": "held"},
             "run_id": {"type": "str", "required": True},
-            "holder": {"type": "str", "default": "unknown"},
+            "holder": {"type": "str"},
             "ttl": {"type": "int", "default": 7200},
             "takeover": {"type": "str"},
             "state_dir": {"type": "path", "default": "/var/lib/gpufleet"},

@@ -52,17 +52,17 @@ class Change:
 
 
 def decide(
-    held: Lease | None, run_id: str, holder: str, ttl: float, takeover: str | None, now: float
+    held: Lease | None, run_id: str, holder: str | None, ttl: float, takeover: str | None, now: float
 ) -> tuple[Lease, tuple[str, ...]]:
-    """The lease ``run_id`` gets for ``ttl`` seconds, and what to warn about.
+    """The lease ``run_id`` gets for ``ttl`` seconds, and what to warn about. A renewal without ``holder`` keeps it.
 
     :raises LockError: if another run holds it and it is neither run out nor taken over by its id.
     """
-    new = Lease(run_id, holder, now, now, now + ttl)
+    new = Lease(run_id, holder or "unknown", now, now, now + ttl)
     if held is None:
         return new, ()
     if held.run_id == run_id:
-        return Lease(run_id, holder, held.since, now, now + ttl), ()
+        return Lease(run_id, holder or held.holder, held.since, now, now + ttl), ()
     if takeover == held.run_id:
         return new, (f"took the fleet over from {held.describe()}",)
     if held.expires <= now:
@@ -78,7 +78,7 @@ def decide(
 
 
 def acquire(
-    state_dir: str, run_id: str, holder: str, ttl: float, now: float, takeover: str | None = None, check: bool = False
+    state_dir: str, run_id: str, holder: str | None, ttl: float, now: float, takeover: str | None = None, check: bool = False
 ) -> Change:
     """Take the lock, or renew it if ``run_id`` holds it already.
 
