@@ -294,7 +294,6 @@ class SmiReport:
     dtd: str | None
     driver_version: str | None
     cuda_version: str | None
-    attached: int | None
     gpus: list[dict[str, Any]]
     notes: list[str]
 
@@ -349,12 +348,14 @@ def parse_smi_xml(text: str) -> SmiReport:
     dtd = doctype.group(1) if doctype else None
     notes = [] if dtd in KNOWN_DTDS else [f"unknown schema {dtd}; fields may have moved"]
     attached = (root.findtext("attached_gpus") or "").strip()
+    described = root.findall("gpu")
+    if attached.isdigit() and int(attached) != len(described):
+        notes.append(f"{attached} GPUs are attached, {len(described)} are described")
     return SmiReport(
         dtd=dtd,
         driver_version=_value(root.findtext("driver_version"))[0],
         cuda_version=_value(root.findtext("cuda_version"))[0],
-        attached=int(attached) if attached.isdigit() else None,
-        gpus=[_smi_gpu(gpu) for gpu in root.findall("gpu")],
+        gpus=[_smi_gpu(gpu) for gpu in described],
         notes=notes,
     )
 

@@ -93,11 +93,6 @@ class Report:
     def ok(self) -> bool:
         return self.status == OK_
 
-    @property
-    def reached(self) -> bool:
-        """The call came back, whatever it said: the driver is not wedged."""
-        return self.status != HUNG
-
 
 class NvmlError(Exception):
     """A call that returned other than 0; ``code`` is NVML's."""

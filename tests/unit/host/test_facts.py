@@ -13,7 +13,7 @@ import pytest
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
 from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, OK, WARNING
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import facts, gpus, nvml
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import facts, gpus
 
 LOADED = gpus.LoadedDriver("595.71.05", "proprietary", "x86_64")
 
@@ -241,8 +241,3 @@ def test_this_machine(tmp_path: Path) -> None:
 def test_sections_that_are_not_asked_for_are_left_out() -> None:
     seen = facts.observe(execution.run, sections=(), timeout=20)
     assert set(facts.SECTIONS).isdisjoint(seen)
-
-
-def test_nvml_reached() -> None:
-    report = nvml.Report("hung", "stuck", None, None, None, None, [])
-    assert (report.ok, report.reached) == (False, False)

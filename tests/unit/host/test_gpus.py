@@ -309,7 +309,7 @@ BRANCHES = {
 @pytest.mark.parametrize("text", BRANCHES.values(), ids=BRANCHES)
 def test_smi_xml_of_each_branch(text: str) -> None:
     report = gpus.parse_smi_xml(text)
-    assert (report.attached, report.cuda_version, report.notes) == (1, "12.0", [])
+    assert (report.cuda_version, report.notes) == ("12.0", [])
     gpu = facts.gpu_of_smi(report.gpus[0])
     assert gpu["pci"] == "0000:41:00.0"
     assert gpu["pci_device_id"] == "20b2"
@@ -326,6 +326,11 @@ def test_unknown_schema_is_noted_and_read() -> None:  # A-VAL-01
     assert report.driver_version == "615.71.09"
     assert report.notes == ["unknown schema nvsmi_device_v14.dtd; fields may have moved"]
     assert report.gpus[0]["power_limit"] is None
+
+
+def test_a_gpu_that_is_not_described_is_noted() -> None:  # A-OPEN-02
+    report = gpus.parse_smi_xml(smi_xml("nvsmi_device_v12.dtd", "570.124.04", "", attached=2))
+    assert report.notes == ["2 GPUs are attached, 1 are described"]
 
 
 VALUES = {
