@@ -12,6 +12,7 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import stat
@@ -460,6 +461,7 @@ def _scan(devices: Devices, proc: str, seconds: float) -> tuple[Scan, list[Findi
 
 
 def _walk(devices: Devices, proc: str, read_maps: bool) -> Scan:
+    gc.disable()  # this child lives for one walk; collecting would copy every page it shares with its parent
     return Scanner(devices.nodes, devices.majors, devices.paths(), proc, read_maps).run()
 
 

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.holders import Census
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.processes import Scan
 
 from .made_host import MadeHost
 
@@ -433,3 +438,86 @@ def test_every_key_of_the_result_is_plain_data(host: MadeHost) -> None:
     assert {"modules", "order", "holders", "suspended", "unexplained", "findings", "releasable", "complete"} <= set(
         told
     )
+
+
+def test_a_walk_that_hangs_on_maps_is_done_again_without_them(host: MadeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.modules("nvidia 1 1 - Live 0x0 (POE)")
+    host.process(500, "python", [GPU])
+    walk = holders._walk
+
+    def hang_on_maps(devices: holders.Devices, proc: str, read_maps: bool) -> Any:
+        if read_maps:
+            time.sleep(60)
+        return walk(devices, proc, read_maps)
+
+    monkeypatch.setattr(holders, "_walk", hang_on_maps)
+    census = take(host, scan_seconds=1.0)
+    assert [holder.name for holder in census.processes] == ["python"]
+    assert not census.complete and census.reboot_required and "open files only" in checks(census)["holders.scan"]
+
+
+def test_without_root_an_unexplained_reference_is_no_reason_to_reboot(
+    host: MadeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.modules("nvidia 1 1 - Live 0x0 (POE)")
+    monkeypatch.setattr(holders, "_scan", lambda devices, proc, seconds: (Scan(denied=[1, 2], processes=9), []))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    census = take(host)
+    assert census.unexplained == {"nvidia": 1} and not census.reboot_required and not census.complete
+    assert {finding.next for finding in census.findings} == {"run it as root", "run it as root (become: true)"}
+
+
+@pytest.mark.parametrize(
+    ("script", "state"),
+    [
+        pytest.param("echo checkpointed", "checkpointed", id="checkpointed"),
+        pytest.param("echo running", "running", id="running"),
+        pytest.param("echo something new", "unknown", id="a word not known"),
+        pytest.param("echo initialization error; exit 1", "none", id="no CUDA process"),
+        pytest.param("exec sleep 60", "unknown", id="hangs"),
+    ],
+)
+def test_the_checkpoint_state_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, state: str
+) -> None:
+    tool = tmp_path / "cuda-checkpoint"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert holders.checkpoint_state(4242, 1.0, library="/no/libcuda.so.1") == state
+
+
+LIBCUDA = """
+#include <unistd.h>
+static int ready;
+int cuInit(unsigned flags) { ready = 1; return 0; }
+int cuCheckpointProcessGetState(int pid, int *state)
+{
+    if (!ready) return 3;
+    if (pid == 9) sleep(60);
+    if (pid == 8) return 1;
+    *state = pid;
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to make a libcuda with")
+@pytest.mark.parametrize(
+    ("pid", "state"),
+    [(0, "running"), (1, "locked"), (2, "checkpointed"), (3, "failed"), (5, "locked"), (8, "none"), (9, "unknown")],
+)
+def test_the_checkpoint_state_by_the_library(tmp_path: Path, pid: int, state: str) -> None:
+    """State 5 (restoring) came with CUDA 13.4 and is as much at stake as locked."""
+    (tmp_path / "libcuda.c").write_text(LIBCUDA)
+    library = str(tmp_path / "libcuda.so.1")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "libcuda.c")], check=True)
+    assert holders.checkpoint_state(pid, 1.0, library=library) == state
+
+
+def test_stale_class_devices_of_other_drivers_are_left_out(host: MadeHost) -> None:
+    host.modules("nvidia_drm 1 1 - Live 0x0\nnvidia 1 1 nvidia_drm, Live 0x0")
+    host.display(driver="ast")
+    host.process(1, "systemd", [CARD])
+    census = take(host)
+    assert census.processes == () and census.unexplained == {"nvidia_drm": 1}
