@@ -28,6 +28,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd impor
     Systemd,
     Unit,
     in_order,
+    to_stop,
     unit_name,
     with_followers,
 )
@@ -107,8 +108,8 @@ class Survey:
 
     @property
     def up(self) -> list[Unit]:
-        """Running units in the order to stop them; targets, which go with what they require, first."""
-        return [self.units[name] for name in reversed(self.order) if self.units[name].up]
+        """Running units in the order to stop them."""
+        return [self.units[name] for name in to_stop(self.order) if self.units[name].up]
 
 
 def is_known(unit: str) -> bool:

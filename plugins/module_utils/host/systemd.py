@@ -75,7 +75,7 @@ class Unit:
 
     @property
     def kind(self) -> str:
-        return self.id.rpartition(".")[2]
+        return _kind(self.id)
 
     def describe(self) -> str:
         failed = f", result {self.result}" if self.result not in ("", "success") else ""
@@ -182,7 +182,7 @@ class Systemd:
             if not late and steady:
                 return []
             steady = not late
-            hopeless = late and all(unit.active == "failed" or not unit.present for unit in late)
+            hopeless = late and all(unit.active in ("failed", "inactive") for unit in late)
             if hopeless or (late and time.monotonic() >= deadline):
                 return late
             self._sleep(1.0)
@@ -243,7 +243,7 @@ class Hold:
 
     def missing(self, units: Iterable[str]) -> list[str]:
         """Those of ``units`` that can be held and are not."""
-        return [unit for unit in units if unit.rpartition(".")[2] in _STARTABLE and not self._path(unit).exists()]
+        return [unit for unit in units if _kind(unit) in _STARTABLE and not self._path(unit).exists()]
 
     def loaded(self, unit: Unit) -> bool:
         """Whether the service manager knows of the hold on a unit that exists; if not, it needs a daemon-reload."""
@@ -278,11 +278,21 @@ class Hold:
 
 
 def in_order(distance: Mapping[str, int], named: Sequence[str]) -> list[str]:
-    """Units in the order to start them: the named ones as named, then what follows from them, nearest first, targets
-    and triggers last. Stopping goes the other way round."""
-    last = {"target": 1, "socket": 2, "path": 2, "timer": 2}
+    """Units in the order to start them: sockets first, for a socket does not start once its service runs; then the
+    named ones as named, what follows from them, nearest first, targets, paths and timers."""
+    rank = {"socket": -1, "target": 1, "path": 2, "timer": 2}
     position = {name: index for index, name in enumerate(named)}
     return sorted(
         distance,
-        key=lambda name: (last.get(name.rpartition(".")[2], 0), distance[name], position.get(name, len(named)), name),
+        key=lambda name: (rank.get(_kind(name), 0), distance[name], position.get(name, len(named)), name),
     )
+
+
+def to_stop(order: Sequence[str]) -> list[str]:
+    """The reverse of :func:`in_order`, but all triggers first, for one that fires in vain too often fails."""
+    triggers = [name for name in order if _kind(name) in ("socket", "path", "timer")]
+    return [*reversed(triggers), *(name for name in reversed(order) if name not in triggers)]
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]

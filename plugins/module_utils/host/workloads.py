@@ -29,6 +29,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd impor
     Systemd,
     Unit,
     in_order,
+    to_stop,
     unit_name,
     with_followers,
 )
@@ -465,7 +466,7 @@ class Workloads:
             )
 
     def _stop_units(self, one: Found) -> None:
-        running = [unit.id for unit in reversed(one.units) if unit.up and unit.kind != "target"]
+        running = to_stop([unit.id for unit in one.units if unit.up and unit.kind != "target"])
         deadline = self.monotonic() + one.workload.stop_timeout + _QUERY
         for name in running:
             self.systemd.stop(name, timeout=max(1.0, deadline - self.monotonic()))

@@ -15,6 +15,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd impor
     in_order,
     parse_list,
     parse_show,
+    to_stop,
     unit_name,
     with_followers,
 )
@@ -144,14 +145,9 @@ def test_followers_and_the_order_to_start_them(tmp_path: Path) -> None:
     }
     found, distance = with_followers(Systemd(Machine(tmp_path, units).run), ["a.service"])
     assert set(found) == {"a.service", "b.service", "c.service", "graph.target", "a.socket", "c.timer"}
-    assert in_order(distance, ["a.service"]) == [
-        "a.service",
-        "b.service",
-        "c.service",
-        "graph.target",
-        "a.socket",
-        "c.timer",
-    ]
+    order = ["a.socket", "a.service", "b.service", "c.service", "graph.target", "c.timer"]
+    assert in_order(distance, ["a.service"]) == order
+    assert to_stop(order) == ["c.timer", "a.socket", "graph.target", "c.service", "b.service", "a.service"]
 
 
 def test_followers_of_what_is_down_are_only_its_triggers(tmp_path: Path) -> None:
