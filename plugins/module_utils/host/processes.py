@@ -239,6 +239,7 @@ class Scanner:
         self._query = _Query()
         self._files: dict[File, Number | None] = {}
         self._names: dict[File, str] = {}
+        self._dull_rows: set[bytes] = set()
         self._tables = _Tables(proc)
         self._result = Scan()
 
@@ -332,12 +333,14 @@ class Scanner:
         descriptor = os.open("../maps", os.O_RDONLY | os.O_CLOEXEC)
         try:
             files = self._query.files(descriptor) if self._query.available else None
-            if files is None or not files <= self._files.keys():
-                files = self._learn(descriptor, files)
+            if files is None:
+                files = self._read_files(_drain(descriptor))
+            elif not files <= self._files.keys():
+                self._learn(_drain(descriptor))
         finally:
             os.close(descriptor)
         for file in files:
-            number = self._files[file]
+            number = self._files.setdefault(file, None)
             if number is not None:
                 use = self._result.uses.setdefault(pid, Use(pid))
                 use.mapped.add(number)
@@ -345,20 +348,27 @@ class Scanner:
             elif file in self._names:
                 self._result.libraries[pid] = self._names[file]
 
-    def _learn(self, descriptor: int, asked: set[File] | None) -> set[File]:
-        """Read the text of maps, classify each file not met before, and return the files of this process."""
-        files = set(asked or ())
-        for row in parse_maps(_drain(descriptor)):
-            files.add(row.file)
+    def _read_files(self, text: bytes) -> set[File]:
+        """The files of interest in the text of maps. Most processes map the same few, so what follows the addresses of
+        a row is compared with rows already known to be of none before anything is parsed."""
+        tails = {row[row.find(b" ") :] for row in text.splitlines()}
+        if tails <= self._dull_rows:
+            return set()
+        self._learn(text)
+        found = {row.file for row in parse_maps(text)} & self._names.keys()
+        if not found:
+            self._dull_rows |= tails
+        return found
+
+    def _learn(self, text: bytes) -> None:
+        """Classify each file in the text of maps that was not met before."""
+        for row in parse_maps(text):
             if row.file in self._files:
                 continue
             number = self._number_of(row)
             self._files[row.file] = number
             if number is not None or _is_libcuda(row.path):
                 self._names[row.file] = row.path
-        for file in files - self._files.keys():
-            self._files[file] = None
-        return files
 
     def _number_of(self, row: Mapping) -> Number | None:
         try:

@@ -91,7 +91,8 @@ ready.wait()
         assert scan().uses[pid].opened == {NUMBER: 1}
 
 
-def test_a_process_that_maps_libcuda(tmp_path: Path) -> None:
+@pytest.mark.parametrize("query", [True, False], ids=["by query where the kernel has it", "by text"])
+def test_a_process_that_maps_libcuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: bool) -> None:
     library = tmp_path / "libcuda.so.550.90.07"
     library.write_bytes(bytes(4096))
     program = f"""
@@ -100,8 +101,15 @@ file = open('{library}', 'r+b')
 held = mmap.mmap(file.fileno(), 4096, access=mmap.ACCESS_COPY)
 file.close()
 """
-    with running(program) as pid:
-        assert scan().libraries[pid] == str(library)
+    if not query:
+        monkeypatch.setattr(processes._Query, "files", lambda self, descriptor: None)
+    with running(program) as first, running(program) as second, running("import json") as other:
+        libraries = scan().libraries
+    assert {pid: libraries.get(pid) for pid in (first, second, other)} == {
+        first: str(library),
+        second: str(library),
+        other: None,
+    }
 
 
 def test_both_ways_to_read_maps_agree() -> None:
