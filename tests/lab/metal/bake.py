@@ -33,7 +33,7 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Baked:
-    """kernel, initrd, disk: what QEMU boots; state: memory of a machine booted from disk; key: SSH key for root, ops."""
+    """kernel, initrd, disk: what QEMU boots; state: memory of a machine booted from disk; key: SSH key of root, ops."""
 
     kernel: Path
     initrd: Path

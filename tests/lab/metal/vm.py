@@ -15,6 +15,7 @@ import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY_URL = "http://10.0.2.100/"
@@ -80,7 +81,7 @@ class Qmp:
         self.stream.readline()
         self("qmp_capabilities")
 
-    def __call__(self, command: str, **arguments: object) -> object:
+    def __call__(self, command: str, **arguments: object) -> Any:
         self.stream.write(json.dumps({"execute": command, "arguments": arguments}) + "\n")
         self.stream.flush()
         while line := self.stream.readline():
@@ -137,7 +138,7 @@ class Machine:
         if self.running():
             raise LabError(f"{self.name} is running already (pid {self.pid})")
         self.monitor.unlink(missing_ok=True)
-        serve = f"{HERE / 'serve'} {self.repository}".replace(",", ",,")
+        serve = shlex.join([str(HERE / "serve"), self.repository]).replace(",", ",,")
         argv = [
             "qemu-system-x86_64", "-name", self.name, "-M", "q35,hpet=off", *accelerator(),
             "-smp", "1", "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config", "-display", "none",

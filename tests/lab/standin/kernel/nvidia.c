@@ -109,7 +109,8 @@ static int version_show(struct seq_file *out, void *unused)
 
 static int params_show(struct seq_file *out, void *unused)
 {
-	seq_puts(out, "ResmanDebugLevel: 4294967295\nModifyDeviceFiles: 1\nDeviceFileUID: 0\nDeviceFileGID: 0\nDeviceFileMode: 438\n");
+	seq_puts(out, "ResmanDebugLevel: 4294967295\nModifyDeviceFiles: 1\n");
+	seq_puts(out, "DeviceFileUID: 0\nDeviceFileGID: 0\nDeviceFileMode: 438\n");
 	return 0;
 }
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* What the stand-in modules share: the device numbers of the NVIDIA driver and the symbols they take from each other. */
+/* What the stand-in modules share: the driver's device numbers and the symbols they take from each other. */
 #ifndef STANDIN_H
 #define STANDIN_H
 
@@ -27,7 +27,8 @@ int nvidia_p2p_put_pages(void);
 int nvkms_standin_register(void);
 
 /* A character device that may be opened and does nothing. Both owners are set, so an open takes two references. */
-static inline int standin_cdev_add(struct cdev *cdev, const struct file_operations *fops, dev_t first, unsigned int count)
+static inline int standin_cdev_add(struct cdev *cdev, const struct file_operations *fops, dev_t first,
+				   unsigned int count)
 {
 	cdev_init(cdev, fops);
 	cdev->owner = THIS_MODULE;

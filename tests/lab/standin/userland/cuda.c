@@ -60,15 +60,19 @@ struct allocation {
 
 static int initialized, control = -1, uvm = -1;
 static struct standin_gpu gpus[STANDIN_MAX_GPUS];
-static int device_gpu[STANDIN_MAX_GPUS]; /* CUDA device -> GPU of the module */
+#define MAX_DEVICES 16
+static struct {
+	int gpu;       /* of the module */
+	char uuid[64]; /* of the GPU or of the MIG device */
+} seen[MAX_DEVICES]; /* by CUDA device */
 static int devices;
-static struct context primary[STANDIN_MAX_GPUS];
+static struct context primary[MAX_DEVICES];
 static __thread struct context *current;
 static struct allocation *allocations;
 
 static Result fault(const char *function, CUdevice device)
 {
-	return standin_fault("cuda", function, device < 0 ? -1 : device_gpu[device]);
+	return standin_fault("cuda", function, device < 0 ? -1 : seen[device].gpu);
 }
 
 #define TRY(expression)                                                                                                \
@@ -146,45 +150,72 @@ Result cuGetErrorString(Result code, const char **out)
 
 /* --- initialisation and devices ----------------------------------------------------------------------------------- */
 
-/* With MIG on, a GPU is a CUDA device only once it has a compute instance. */
-static int usable(int gpu)
+static void add_device(int gpu, const char *uuid)
 {
-	char text[16];
-
-	return standin_number("mig", gpu, 0) <= 0 || !standin_text("ci", gpu, text, sizeof(text));
+	if (devices < MAX_DEVICES) {
+		seen[devices].gpu = gpu;
+		snprintf(seen[devices].uuid, sizeof(seen[devices].uuid), "%s", uuid);
+		devices++;
+	}
 }
 
-static int names_device(const char *word, int index, const char *uuid)
+/* Without a wish: every GPU that is not divided; only where all are, the first MIG device. */
+static void add_all(int count)
 {
-	return isdigit((unsigned char)word[0]) ? atoi(word) == index : !strncmp(uuid, word, strlen(word));
+	struct standin_mig migs[STANDIN_MAX_MIG];
+
+	for (int gpu = 0; gpu < count; gpu++)
+		if (!standin_number("lost", gpu, 0) && standin_number("mig", gpu, 0) <= 0)
+			add_device(gpu, gpus[gpu].uuid);
+	for (int gpu = 0; gpu < count && !devices; gpu++)
+		if (!standin_number("lost", gpu, 0) && standin_mig_devices(gpu, migs))
+			add_device(gpu, migs[0].uuid);
 }
 
-/* CUDA_VISIBLE_DEVICES: indices or UUID prefixes; the list ends at the first that is not there. */
+/* Add the device that a word of CUDA_VISIBLE_DEVICES names by UUID or its beginning; 0 where there is none. */
+static int add_named(const char *word, int count)
+{
+	struct standin_mig migs[STANDIN_MAX_MIG];
+
+	for (int gpu = 0; gpu < count; gpu++) {
+		int number = standin_mig_devices(gpu, migs);
+
+		if (standin_number("lost", gpu, 0))
+			continue;
+		if (!strncmp(gpus[gpu].uuid, word, strlen(word)) && standin_number("mig", gpu, 0) <= 0) {
+			add_device(gpu, gpus[gpu].uuid);
+			return 1;
+		}
+		for (int i = 0; i < number; i++)
+			if (!strncmp(migs[i].uuid, word, strlen(word))) {
+				add_device(gpu, migs[i].uuid);
+				return 1;
+			}
+	}
+	return 0;
+}
+
+/* CUDA_VISIBLE_DEVICES: indices or UUIDs (MIG-... too); the list ends at the first that is not there. */
 static void choose_devices(void)
 {
 	const char *wanted = getenv("CUDA_VISIBLE_DEVICES");
-	int all[STANDIN_MAX_GPUS], count = standin_gpus(gpus), known = 0;
-	char list[512];
+	int count = standin_gpus(gpus), known;
+	char list[512], *save = NULL, uuids[MAX_DEVICES][64];
 
-	for (int gpu = 0; gpu < count; gpu++)
-		if (usable(gpu) && !standin_number("lost", gpu, 0))
-			all[known++] = gpu;
 	devices = 0;
-	if (!wanted) {
-		memcpy(device_gpu, all, sizeof(all));
-		devices = known;
+	add_all(count);
+	if (!wanted)
 		return;
-	}
+	known = devices;
+	for (int i = 0; i < known; i++)
+		strcpy(uuids[i], seen[i].uuid);
+	devices = 0;
 	snprintf(list, sizeof(list), "%s", wanted);
-	for (char *word = strtok(list, ","); word && devices < STANDIN_MAX_GPUS; word = strtok(NULL, ",")) {
-		int found = -1;
-
-		for (int i = 0; i < known; i++)
-			if (names_device(word, i, gpus[all[i]].uuid))
-				found = all[i];
-		if (found < 0)
+	for (char *word = strtok_r(list, ",", &save); word; word = strtok_r(NULL, ",", &save)) {
+		if (isdigit((unsigned char)word[0]))
+			word = atoi(word) < known ? uuids[atoi(word)] : "none";
+		if (!add_named(word, count))
 			break;
-		device_gpu[devices++] = found;
 	}
 }
 
@@ -244,18 +275,16 @@ Result cuDeviceGet(CUdevice *device, int ordinal)
 Result cuDeviceGetName(char *out, int size, CUdevice device)
 {
 	TRY(valid(device));
-	snprintf(out, size, "%s", gpus[device_gpu[device]].model);
+	snprintf(out, size, "%s", gpus[seen[device].gpu].model);
 	return SUCCESS;
 }
 
-Result cuDeviceGetUuid(unsigned char out[16], CUdevice device)
+static void uuid_bytes(const char *uuid, unsigned char out[16])
 {
-	const char *digit;
 	int nibble = 0;
 
-	TRY(valid(device));
 	memset(out, 0, 16);
-	for (digit = gpus[device_gpu[device]].uuid + 4; *digit && nibble < 32; digit++) {
+	for (const char *digit = strchr(uuid, '-'); digit && *digit && nibble < 32; digit++) {
 		char text[2] = {*digit, 0};
 
 		if (!isxdigit((unsigned char)*digit))
@@ -263,25 +292,34 @@ Result cuDeviceGetUuid(unsigned char out[16], CUdevice device)
 		out[nibble / 2] |= strtol(text, NULL, 16) << (nibble % 2 ? 0 : 4);
 		nibble++;
 	}
+}
+
+/* The first version tells a MIG device's GPU, the second the MIG device itself. */
+Result cuDeviceGetUuid(unsigned char out[16], CUdevice device)
+{
+	TRY(valid(device));
+	uuid_bytes(gpus[seen[device].gpu].uuid, out);
 	return SUCCESS;
 }
 
 Result cuDeviceGetUuid_v2(unsigned char out[16], CUdevice device)
 {
-	return cuDeviceGetUuid(out, device);
+	TRY(valid(device));
+	uuid_bytes(seen[device].uuid, out);
+	return SUCCESS;
 }
 
 Result cuDeviceGetPCIBusId(char *out, int size, CUdevice device)
 {
 	TRY(valid(device));
-	snprintf(out, size, "%s", gpus[device_gpu[device]].address);
+	snprintf(out, size, "%s", gpus[seen[device].gpu].address);
 	return SUCCESS;
 }
 
 Result cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 {
 	TRY(valid(device));
-	*bytes = (size_t)standin_number("mem_total_mib", device_gpu[device], 81920) << 20;
+	*bytes = (size_t)standin_number("mem_total_mib", seen[device].gpu, 81920) << 20;
 	return SUCCESS;
 }
 
@@ -295,7 +333,7 @@ Result cuDeviceGetAttribute(int *out, int attribute, CUdevice device)
 	unsigned int bus = 0;
 
 	TRY(valid(device));
-	sscanf(gpus[device_gpu[device]].address, "%*x:%x", &bus);
+	sscanf(gpus[seen[device].gpu].address, "%*x:%x", &bus);
 	switch (attribute) {
 	case 1: /* MAX_THREADS_PER_BLOCK */
 		*out = 1024;
@@ -307,16 +345,16 @@ Result cuDeviceGetAttribute(int *out, int attribute, CUdevice device)
 		*out = 108;
 		break;
 	case 20: /* COMPUTE_MODE */
-		*out = standin_number("compute_mode", device_gpu[device], COMPUTE_DEFAULT);
+		*out = standin_number("compute_mode", seen[device].gpu, COMPUTE_DEFAULT);
 		break;
 	case 33: /* PCI_BUS_ID */
 		*out = bus;
 		break;
 	case 75: /* COMPUTE_CAPABILITY_MAJOR */
-		*out = standin_number("capability_major", device_gpu[device], 8);
+		*out = standin_number("capability_major", seen[device].gpu, 8);
 		break;
 	case 76: /* COMPUTE_CAPABILITY_MINOR */
-		*out = standin_number("capability_minor", device_gpu[device], 0);
+		*out = standin_number("capability_minor", seen[device].gpu, 0);
 		break;
 	default:
 		*out = 0;
@@ -328,8 +366,8 @@ Result cuDeviceGetAttribute(int *out, int attribute, CUdevice device)
 
 static Result open_device(struct context *context, CUdevice device)
 {
-	const struct standin_gpu *gpu = &gpus[device_gpu[device]];
-	long mode = standin_number("compute_mode", device_gpu[device], COMPUTE_DEFAULT);
+	const struct standin_gpu *gpu = &gpus[seen[device].gpu];
+	long mode = standin_number("compute_mode", seen[device].gpu, COMPUTE_DEFAULT);
 	unsigned int pid;
 	char node[32];
 
@@ -610,7 +648,7 @@ Result cuLaunchKernel(struct function *function, unsigned int grid_x, unsigned i
 		return 700;
 	for (uint32_t i = 0; i < n; i++)
 		y[i] = a * x[i] + y[i];
-	if (n && standin_number("cuda_wrong", device_gpu[current->device], 0))
+	if (n && standin_number("cuda_wrong", seen[current->device].gpu, 0))
 		y[n / 2] ^= 1u << 17;
 	return SUCCESS;
 }

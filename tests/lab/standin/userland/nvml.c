@@ -305,15 +305,14 @@ Return nvmlDeviceGetMinorNumber(Device device, unsigned int *minor)
 	return OK;
 }
 
-/* A MIG device's UUID is made of its GPU's and of where it sits, so the same layout has the same names again. */
 Return nvmlDeviceGetUUID(Device device, char *out, unsigned int size)
 {
-	char text[96];
+	char text[64];
 
 	ENTER(device);
 	if (device->ci < 0)
 		return give(described(device).uuid, out, size);
-	snprintf(text, sizeof(text), "MIG-5ca1ab1e-%04d-4000-8000-%06d%06d", device->gpu, device->gi, device->ci);
+	standin_mig_uuid(device->gpu, device->gi, device->ci, text);
 	return give(text, out, size);
 }
 
@@ -327,6 +326,16 @@ Return nvmlDeviceGetHandleByUUID(const char *uuid, Device *device)
 	for (int gpu = 0; gpu < count; gpu++)
 		if (!strcmp(gpus[gpu].uuid, uuid))
 			return nvmlDeviceGetHandleByIndex_v2(gpu, device);
+	for (int gpu = 0; gpu < count; gpu++) {
+		struct standin_mig migs[STANDIN_MAX_MIG];
+		int number = standin_mig_devices(gpu, migs);
+
+		for (int i = 0; i < number; i++)
+			if (!strcmp(migs[i].uuid, uuid)) {
+				*device = part(gpu, migs[i].gi, migs[i].ci);
+				return OK;
+			}
+	}
 	return NOT_FOUND;
 }
 
@@ -815,7 +824,7 @@ Return nvmlDeviceGetGpuFabricInfoV(Device device, struct fabric_v *info)
 
 /* --- MIG ---------------------------------------------------------------------------------------------------------- */
 /* As on an A100 80GB: 7 compute slices, 8 memory slices. Layout in the LOADED layer:
- *   gi.<gpu>=<id>:<profile id>:<start>[,...]     ci.<gpu>=<gi id>:<id>:<profile id>:<start>[,...]                      */
+ *   gi.<gpu>=<id>:<profile id>:<start>[,...]     ci.<gpu>=<gi id>:<id>:<profile id>:<start>[,...] */
 
 struct gi_profile {
 	unsigned int profile, id, slices, memory_slices, count, megabytes;

@@ -340,7 +340,9 @@ static int set_one(const char *option, const char *value, Device device, const c
 	return result;
 }
 
-static int each_gpu(int (*action)(const char *, const char *, Device, const char *), const char *option, const char *value)
+typedef int Action(const char *option, const char *value, Device device, const char *gpu);
+
+static int each_gpu(Action *action, const char *option, const char *value)
 {
 	uint count = gpu_count();
 	int result = 0;
@@ -503,7 +505,7 @@ static int mig(int count, char **words)
 		return each_gpu(create_instances, with_compute ? "-C" : "", profiles);
 	if (compute && only_instance >= 0)
 		return each_gpu(create_compute, "-cci", compute);
-	if (action && (!strcmp(action, "-lgi") || !strcmp(action, "-lci") || !strcmp(action, "-dgi") || !strcmp(action, "-dci")))
+	if (action && strlen(action) == 4 && strstr("-lgi -lci -dgi -dci", action))
 		return each_gpu(gpu_instances, action, NULL);
 	puts("Invalid combination of input arguments. Please run 'nvidia-smi mig -h' for help.");
 	return 2;
@@ -553,8 +555,8 @@ int main(int count, char **words)
 
 	library = dlopen("libnvidia-ml.so.1", RTLD_NOW);
 	if (!library) {
-		puts("NVIDIA-SMI couldn't find libnvidia-ml.so library in your system. Please make sure that the NVIDIA Display Driver "
-		     "is properly installed and present in your system.\nPlease also try adding directory that contains "
+		puts("NVIDIA-SMI couldn't find libnvidia-ml.so library in your system. Please make sure that the NVIDIA Display "
+		     "Driver is properly installed and present in your system.\nPlease also try adding directory that contains "
 		     "libnvidia-ml.so to your system PATH.");
 		return 12;
 	}

@@ -149,7 +149,7 @@ static int find_layer(int layer, const char *key, int gpu, char *out, size_t siz
 	return result;
 }
 
-/* Identity of this load of the module: its own counter, or, where the lab only shows files, the version file's change. */
+/* Identity of this load of the module: its own counter, or, where a lab only shows files, the version file's change. */
 static void load_identity(char *out, size_t size)
 {
 	FILE *file = open_text("/proc/driver/nvidia/standin_load_id");
@@ -299,6 +299,32 @@ int standin_keep_number(enum standin_layer layer, const char *key, int gpu, long
 
 	snprintf(text, sizeof(text), "%ld", value);
 	return standin_keep(layer, key, gpu, text);
+}
+
+/* --- MIG devices -------------------------------------------------------------------------------------------------- */
+
+void standin_mig_uuid(int gpu, int gi, int ci, char out[64])
+{
+	snprintf(out, 64, "MIG-5ca1ab1e-%04d-4000-8000-%06d%06d", gpu, gi, ci);
+}
+
+/* nvml.c says how the layout is written: ci.<gpu>=<gi id>:<id>:<profile id>:<start>[,...] */
+int standin_mig_devices(int gpu, struct standin_mig out[STANDIN_MAX_MIG])
+{
+	char text[900];
+	int count = 0;
+
+	if (standin_number("mig", gpu, 0) <= 0 || standin_text("ci", gpu, text, sizeof(text)))
+		return 0;
+	for (char *word = strtok(text, ","); word && count < STANDIN_MAX_MIG; word = strtok(NULL, ",")) {
+		struct standin_mig *mig = &out[count];
+
+		if (sscanf(word, "%d:%d", &mig->gi, &mig->ci) != 2)
+			continue;
+		standin_mig_uuid(gpu, mig->gi, mig->ci, mig->uuid);
+		count++;
+	}
+	return count;
 }
 
 /* --- nodes and processes ------------------------------------------------------------------------------------------ */

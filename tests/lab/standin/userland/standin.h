@@ -20,6 +20,7 @@
 #endif
 
 #define STANDIN_MAX_GPUS 8
+#define STANDIN_MAX_MIG 8
 
 enum standin_layer { LOADED, INFOROM };
 
@@ -41,6 +42,17 @@ long standin_number(const char *key, int gpu, long otherwise);
 /* Set "key.<gpu>" in a layer; value NULL removes it. Returns 0 or -1 with errno. */
 int standin_keep(enum standin_layer layer, const char *key, int gpu, const char *value);
 int standin_keep_number(enum standin_layer layer, const char *key, int gpu, long value);
+
+/* A MIG device: compute instance ci of GPU instance gi. Its UUID is made of the GPU's number and of where it sits, so
+ * the same layout has the same names again. */
+struct standin_mig {
+	int gi, ci;
+	char uuid[64];
+};
+
+/* MIG devices of a GPU, in order of making; returns how many (0 where MIG is off). */
+int standin_mig_devices(int gpu, struct standin_mig out[STANDIN_MAX_MIG]);
+void standin_mig_uuid(int gpu, int gi, int ci, char out[64]);
 
 /* Open a node by name ("nvidiactl", "nvidia0"), asking nvidia-modprobe to make it where it is missing; fd or -1. */
 int standin_open(const char *name);
