@@ -123,6 +123,11 @@ class Model:
             nodes = tuple([number[member.node] for member in group])
             item = Item(name, workload, tuple([member.resources for member in group]), nodes)
             item.shape, item.restorable, item.startable = self._shape(workload, nodes[0])
+            for node in nodes[1:]:
+                if self.classes.of[node] != self.classes.of[nodes[0]]:
+                    _, restorable, startable = self._shape(workload, node)
+                    item.restorable &= restorable
+                    item.startable &= startable
             item.idle *= self.idle_weight[nodes[0]]
             for budget in workload.budgets:
                 if self.snapshot.budgets[budget] == 0:

@@ -82,14 +82,12 @@ def _early_cost(model: Model, index: int) -> float:
 class Bins:
     """Batches being filled; ``first`` is the canary's batch, which takes nothing else."""
 
-    def __init__(
-        self, model: Model, groups: Sequence[Group], first: Sequence[Group], uses: Mapping[Use, float]
-    ) -> None:
+    def __init__(self, model: Model, first: Sequence[Group], uses: Mapping[Use, float]) -> None:
         self.model = model
         policy = model.policy
         moving = set(model.moving)
         out = sum(not node.schedulable and node.gpus > 0 for n, node in enumerate(model.nodes) if n not in moving)
-        self.limits = batch_limits(policy, sum(len(group.nodes) for group in groups), out)
+        self.limits = batch_limits(policy, len(moving), out)
         fresh = sum(len(group.nodes) for group in first if not group.unfinished)
         if policy.max_unavailable is not None and fresh > max(self.limits):
             raise BadPolicy(
@@ -270,7 +268,7 @@ def _arranged(
     model: Model, groups: Sequence[Group], first: Sequence[Group], uses: Mapping[Use, float], late: float
 ) -> Bins:
     """Bins filled by the rule of this module's description; ``late`` scales the free room kept for the end."""
-    bins = Bins(model, groups, first, uses)
+    bins = Bins(model, first, uses)
     chosen = set(map(id, first))
     named = set(model.policy.reserve)
     last = [g for g in groups if id(g) not in chosen and named & {model.nodes[n].name for n in g.nodes}]
@@ -326,7 +324,7 @@ def _arranged(
 
 def _by_end(model: Model, groups: Sequence[Group], first: Sequence[Group], uses: Mapping[Use, float]) -> Bins:
     """Bins filled from the last one backwards, in the order in which the groups' work ends; without any end first."""
-    bins = Bins(model, groups, first, uses)
+    bins = Bins(model, first, uses)
     chosen = set(map(id, first))
     named = set(model.policy.reserve)
     last = [g for g in groups if id(g) not in chosen and named & {model.nodes[n].name for n in g.nodes}]

@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """The least loss possible for a small fleet, by constraint programming: what the planner is measured against.
 
-The same rules as the planner's schedule, but order, batches, waits, fates and landing places are all left to OR-tools
+The same rules as the planner's schedule (idle GPUs count a quarter if nobody queues), but order, batches, waits, fates and landing places are all left to OR-tools
 CP-SAT. Workloads sit on one node each and may be restarted; the number of batches is given.
 """
 
@@ -16,7 +16,7 @@ from ortools.sat.python import cp_model
 def least_loss(
     snapshot: Snapshot, sizes: list[int], canary: dict[str, int], max_wait: int, seconds: float
 ) -> tuple[float, bool]:
-    """GPU-seconds lost by the best plan with batches of at most ``sizes``, and whether that is proven.
+    """GPU-seconds lost by the best plan found with batches of at most ``sizes``, and whether none is better.
 
     :param canary: nodes of each GPU model that make up the first batch.
     """
@@ -44,6 +44,8 @@ def least_loss(
     for k in batches[1:]:
         model.add(start[k] == start[k - 1] + wait[k - 1] + slot)
 
+    quarters = {node.gpu_model: 4 if node.gpu_model in snapshot.queue else 1 for node in nodes}
+    idles: list[cp_model.LinearExpr] = []
     costs: list[cp_model.LinearExpr] = []
     spent: dict[int, list[cp_model.LinearExpr]] = {k: [] for k in batches}
     lefts: dict[int, list[cp_model.LinearExpr]] = {k: [0] for k in batches}
@@ -80,7 +82,7 @@ def least_loss(
             model.add(start[k] + wait[k] >= int(work.remaining) + extra).only_enforce_if(waits)
             model.add(left <= max_wait * waits)
             model.add(left == int(work.remaining) + extra - start[k]).only_enforce_if(waits)
-            spent[k].append(gpus * left)
+            spent[k].append(quarters[nodes[node].gpu_model] * gpus * left)
             lefts[k].append(left)
         costs.append(cold * elsewhere)
         costs.append((cold + gpus * swap) * in_place)
@@ -143,17 +145,15 @@ def least_loss(
 
     for k in batches:
         model.add_max_equality(wait[k], lefts[k])
-        idle = model.new_int_var(0, 8 * len(nodes) * max_wait, "")
+        idle = model.new_int_var(0, 32 * len(nodes) * max_wait, "")
         stands = []
         for n, node in enumerate(nodes):
-            if node.gpu_model in snapshot.queue:
-                part = model.new_int_var(0, node.gpus * max_wait, "")
-                model.add(part >= node.gpus * wait[k]).only_enforce_if(x[n, k])
-                stands.append(part)
-        if stands:
-            model.add(idle >= sum(stands) - sum(spent[k]))
-            costs.append(idle)
-    model.minimize(sum(costs))
+            part = model.new_int_var(0, 4 * node.gpus * max_wait, "")
+            model.add(part >= quarters[node.gpu_model] * node.gpus * wait[k]).only_enforce_if(x[n, k])
+            stands.append(part)
+        model.add(idle >= sum(stands) - sum(spent[k]))
+        idles.append(idle)
+    model.minimize(4 * sum(costs) + sum(idles))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
@@ -161,4 +161,4 @@ def least_loss(
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise RuntimeError(f"no solution: {solver.status_name(status)}")
-    return solver.best_objective_bound, status == cp_model.OPTIMAL
+    return solver.objective_value / 4, status == cp_model.OPTIMAL

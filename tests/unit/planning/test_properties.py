@@ -1,0 +1,220 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What every plan must keep, for fleets of any kind."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from math import inf
+
+import pytest
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Demand, Member, Snapshot, Workload
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility, plan
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.model import Model
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.placement import missing
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Policy
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from .fleets import FACTS, NEW, OLD, node
+
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
+MAY = (("move", "wait", "restart"), ("wait", "restart"), ("move", "restart"), ("restart",), ("move",), ("protect",))
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Snapshot:
+    """Fleets with two models, kernels, MIG nodes, gangs, budgets, nodes on the target version, cordons and taints."""
+    dice = random.Random(draw(st.integers(0, 10**6)))
+    nodes = []
+    for number in range(draw(st.integers(2, 8))):
+        other = tuple((k, "6.8.0-60-generic" if k == "kernel" else v) for k, v in FACTS)
+        nodes.append(
+            node(
+                f"n{number}",
+                gpu_model=dice.choice(("H100", "H100", "H100", "A100")),
+                loaded=dice.choice((OLD, OLD, OLD, OLD, NEW)),
+                installed=None,
+                free={"gpu": 8, "cpu": 64, "mig-1g.10gb": dice.choice((0, 0, 7))},
+                facts=dice.choice((FACTS, other)),
+                cordoned_by=dice.choice((None,) * 8 + ("somebody",)),
+                domains={"rack": dice.choice("ab")},
+                taints=dice.choice(((),) * 6 + (("dedicated",),)),
+                labels={"pool": dice.choice("xy")},
+            )
+        )
+    free = [dict(each.free) for each in nodes]
+    works = []
+    for number in range(draw(st.integers(0, 10))):
+        need = {dice.choice(("gpu", "gpu", "gpu", "mig-1g.10gb")): dice.choice((1, 2, 4)), "cpu": dice.choice((4, 16))}
+        size = dice.choice((1, 1, 1, 2, 3))
+        places = [n for n in range(len(nodes)) if missing(need, free[n]) is None]
+        if len(places) < size:
+            continue
+        members = []
+        for place in dice.sample(places, size):
+            for name, amount in need.items():
+                free[place][name] -= amount
+            members.append(Member(nodes[place].name, need))
+        works.append(
+            Workload(
+                f"w{number}",
+                tuple(members),
+                gang=dice.random() < 0.7,
+                may=frozenset(dice.choice((*MAY, *MAY[:1] * 8))),
+                backends=dice.choice((("cuda_criu",),) * 5 + ((),)),
+                remaining=dice.choice((None, dice.randint(1, 5000), dice.randint(1, 5000))),
+                at_risk=dice.randint(0, 7200),
+                start_cost=dice.randint(0, 600),
+                priority=dice.choice((0, 0, 5)),
+                budgets=dice.choice(((), (), ("pdb",))),
+                requires=dice.choice(({}, {}, {}, {}, {"pool": ("x",)})),
+                tolerates=dice.choice(((), ("dedicated",))),
+                together=dice.choice((None, None, None, "rack")),
+            )
+        )
+    queue = dice.choice(({}, {"H100": Demand(8.0, 0.0, 3600.0)}))
+    made = tuple(replace(each, free=left) for each, left in zip(nodes, free, strict=True))
+    return Snapshot(made, tuple(works), budgets={"pdb": dice.choice((0, 1, 2))}, queue=queue)
+
+
+policies = st.builds(
+    Policy,
+    version=st.just(NEW),
+    canary=st.sampled_from((0, 1, 2)),
+    batch_size=st.sampled_from(((1,), (2,), (1, 3), ("50%",))),
+    max_wait=st.sampled_from((0.0, 900.0)),
+    max_per_domain=st.sampled_from(((), (("rack", 1),))),
+)
+
+
+def occupancy(snapshot: Snapshot, made: plan.Plan) -> list[tuple[str, list[dict[str, int]]]]:
+    """What is free on every node after each batch's evacuation and after its upgrade, if no job ended early."""
+    model = Model(snapshot, Policy(NEW), {})
+    free = [dict(each.free) for each in model.nodes]
+    where = {item.name: item.nodes for item in model.items}
+    needs = {item.name: item.needs for item in model.items}
+    ends = {item.name: item.end for item in model.items}
+    gone: set[str] = set()
+    out = []
+    for batch in made.batches:
+        for item in model.items:
+            if ends[item.name] <= batch.starts and item.name not in gone:
+                gone.add(item.name)
+                _shift(free, where[item.name], needs[item.name], 1)
+        for fate in batch.fates:
+            if fate.fate in ("move", "cold_start"):
+                _shift(free, where[fate.workload], needs[fate.workload], 1)
+                where[fate.workload] = tuple(model.number[name] for name in fate.to)
+                _shift(free, where[fate.workload], needs[fate.workload], -1)
+                pause = next(item.pause for item in model.items if item.name == fate.workload)
+                ends[fate.workload] = inf if fate.fate == "cold_start" else ends[fate.workload] + pause
+            elif fate.fate == "wait":
+                gone.add(fate.workload)
+                _shift(free, where[fate.workload], needs[fate.workload], 1)
+        out.append((batch.name, [dict(each) for each in free]))
+    return out
+
+
+def _shift(free: list[dict[str, int]], nodes: tuple[int, ...], needs: tuple[dict[str, int], ...], sign: int) -> None:
+    for index, need in zip(nodes, needs, strict=True):
+        for name, amount in need.items():
+            free[index][name] = free[index].get(name, 0) + sign * amount
+
+
+@FEW
+@given(fleets(), policies)
+def test_each_node_is_in_exactly_one_batch_or_left_out_with_a_reason(snapshot: Snapshot, policy: Policy) -> None:
+    made = plan.make(snapshot, policy)
+    left_out = dict(made.skipped) | dict(made.blocked)
+    seen = Counter(made.order)
+    for each in snapshot.nodes:
+        assert seen[each.name] + (each.name in left_out) == 1
+    assert all(left_out.values())
+
+
+@FEW
+@given(fleets(), policies)
+def test_a_workload_moves_at_most_once_and_only_to_matching_nodes_upgraded_later(
+    snapshot: Snapshot, policy: Policy
+) -> None:
+    made = plan.make(snapshot, policy)
+    turn = {name: number for number, batch in enumerate(made.batches) for name in batch.nodes}
+    nodes = {each.name: each for each in snapshot.nodes}
+    works = {work.name: work for work in snapshot.workloads}
+    moves: Counter[str] = Counter()
+    for number, batch in enumerate(made.batches):
+        for fate in batch.fates:
+            work = works[fate.workload.split("/")[0]]
+            if fate.fate == "move":
+                moves[fate.workload] += 1
+                assert work.backends and "move" in work.may
+                for source, target in zip(fate.nodes, fate.to, strict=True):
+                    assert turn.get(target, len(made.batches)) > number
+                    assert nodes[target].cordoned_by is None
+                    key = compatibility.key_of(work.facts, compatibility.offered(nodes[source]))
+                    assert not compatibility.explain(key, compatibility.offered(nodes[target]), scope="node")
+                    assert set(nodes[target].taints) <= set(work.tolerates)
+                    assert all(nodes[target].labels[label] in values for label, values in work.requires.items())
+                if work.together:
+                    assert len({nodes[name].domains["rack"] for name in fate.to}) == 1 or len(fate.to) == 1
+            if fate.fate == "cold_start":
+                assert "restart" in work.may
+                for target in fate.to:
+                    ready = turn.get(target, -1) < number or target in fate.nodes or moves[fate.workload]
+                    assert ready or nodes[target].loaded == NEW
+            if fate.fate in ("move", "cold_start"):
+                assert "protect" not in work.may
+                assert not work.budgets or snapshot.budgets["pdb"] > 0
+    event("moves" if moves else "no moves")
+    assert all(count == 1 for count in moves.values())
+
+
+@FEW
+@given(fleets(), policies)
+def test_no_resource_is_ever_exceeded(snapshot: Snapshot, policy: Policy) -> None:
+    """Which is also: old-driver room never falls below what is saved and waiting for it."""
+    made = plan.make(snapshot, policy)
+    for batch, free in occupancy(snapshot, made):
+        for each, left in zip(snapshot.nodes, free, strict=True):
+            assert min(left.values()) >= 0, f"{each.name} after {batch}: {left}"
+
+
+@FEW
+@given(fleets(), policies)
+def test_the_same_input_gives_the_same_plan(snapshot: Snapshot, policy: Policy) -> None:
+    assert plan.make(snapshot, policy) == plan.make(snapshot, policy)
+
+
+@FEW
+@given(fleets(), policies)
+def test_batches_keep_to_their_sizes_and_domain_limits(snapshot: Snapshot, policy: Policy) -> None:
+    made = plan.make(snapshot, policy)
+    racks = {each.name: each.domains["rack"] for each in snapshot.nodes}
+    for number, batch in enumerate(made.batches[bool(made.canary) :]):
+        sizes = [max(1, len(made.order) // 2) if size == "50%" else int(size) for size in policy.batch_size]
+        assert len(batch.nodes) <= sizes[min(number, len(sizes) - 1)]
+        if policy.max_per_domain:
+            assert max(Counter(racks[name] for name in batch.nodes).values()) == 1
+
+
+@FEW
+@given(fleets(), st.sampled_from((1, 2)))
+def test_an_empty_node_more_never_makes_the_plan_worse(snapshot: Snapshot, size: int) -> None:
+    policy = Policy(NEW, batch_size=(size,), canary=0, max_wait=900.0)
+    before = plan.make(snapshot, policy)
+    more = node("extra", free={"gpu": 8, "cpu": 64, "mig-1g.10gb": 7}, domains={"rack": "a"}, labels={"pool": "x"})
+    after = plan.make(replace(snapshot, nodes=(*snapshot.nodes, more)), policy)
+    assert len(after.blocked) <= len(before.blocked)
+    if set(dict(after.blocked)) == set(dict(before.blocked)):
+        assert after.total_lost <= before.total_lost + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_unfinished_nodes_come_first(seed: int) -> None:
+    nodes = tuple(node(f"n{number}", unfinished=number == seed + 2) for number in range(6))
+    made = plan.make(Snapshot(nodes), Policy(NEW, batch_size=(2,)))
+    assert made.batches[0].nodes == (f"n{seed + 2}",)
