@@ -347,43 +347,61 @@ class Census:
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
 _CHECKPOINT_STATES = (RUNNING, LOCKED, CHECKPOINTED, FAILED)
 
-Probe = Callable[[int, float], str]
-"""PID and seconds → the CUDA checkpoint state of a process, ``none`` if it is no CUDA process, ``unknown``."""
+Probe = Callable[[Sequence[int], float], Mapping[int, str]]
+"""PIDs and seconds → the CUDA checkpoint state of each, ``none`` if it is no CUDA process, ``unknown``."""
 
 
-def checkpoint_state(pid: int, timeout: float, library: str = "libcuda.so.1") -> str:
-    """Ask the driver for the checkpoint state of a process, in a child with a deadline: even a read can hang while
-    a process that shares memory with this one is locked.
+def checkpoint_states(pids: Sequence[int], timeout: float, library: str = "libcuda.so.1") -> dict[int, str]:
+    """Ask the driver for the checkpoint state of processes, in a child with a deadline: even a read can hang while a
+    process that shares memory with this one is locked. If that happens, each is asked for on its own.
 
     cuCheckpointProcessGetState where libcuda has it (driver 570 and later), else ``cuda-checkpoint --get-state``.
     """
-    asked = execution.call(_driver_state, pid, library, timeout=timeout)
-    if asked.ok and asked.value is not None:
-        return str(asked.value)
-    if asked.timed_out:
-        return UNKNOWN
-    done = execution.run(["cuda-checkpoint", "--get-state", "--pid", str(pid)], timeout=timeout)
+    end = time.monotonic() + timeout
+    together = execution.call(_driver_states, pids, library, timeout=timeout / 2)
+    if together.ok and together.value is not None:
+        return dict(together.value)
+    states = dict.fromkeys(pids, UNKNOWN)
+    for position, pid in enumerate(pids):
+        share = (end - time.monotonic()) / (len(pids) - position)
+        if share <= 0:
+            break
+        if together.timed_out:
+            alone = execution.call(_driver_states, [pid], library, timeout=share)
+            states.update(alone.value or {})
+            continue
+        done = execution.run(["cuda-checkpoint", "--get-state", "--pid", str(pid)], timeout=share)
+        if done.rc == execution.NOT_FOUND_RC:
+            break
+        states[pid] = _word(done)
+    return states
+
+
+def _word(done: execution.Completed) -> str:
     word = done.stdout.strip().lower()
     if done.ok:
         return word if word in _CHECKPOINT_STATES else UNKNOWN
-    return UNKNOWN if done.timed_out or done.rc == execution.NOT_FOUND_RC else "none"
+    return UNKNOWN if done.timed_out else "none"
 
 
-def _driver_state(pid: int, library: str) -> str | None:
+def _driver_states(pids: Sequence[int], library: str) -> dict[int, str] | None:
+    """None if this libcuda cannot tell, or is not there."""
     try:
         driver = ctypes.CDLL(library)
         ask = driver.cuCheckpointProcessGetState
     except (OSError, AttributeError):
         return None
-    state = ctypes.c_int(-1)
-    code = ask(ctypes.c_int(pid), ctypes.byref(state))
-    if code == 3:  # CUDA_ERROR_NOT_INITIALIZED
-        if driver.cuInit(0) != 0:
-            return UNKNOWN
+    states = {}
+    for pid in pids:
+        state = ctypes.c_int(-1)
         code = ask(ctypes.c_int(pid), ctypes.byref(state))
-    if code != 0:
-        return "none"
-    return _CHECKPOINT_STATES[state.value] if 0 <= state.value < len(_CHECKPOINT_STATES) else LOCKED
+        if code == 3 and driver.cuInit(0) == 0:  # CUDA_ERROR_NOT_INITIALIZED
+            code = ask(ctypes.c_int(pid), ctypes.byref(state))
+        if code == 0:
+            states[pid] = _CHECKPOINT_STATES[state.value] if 0 <= state.value < len(_CHECKPOINT_STATES) else LOCKED
+        else:
+            states[pid] = UNKNOWN if code == 3 else "none"
+    return states
 
 
 def take(
@@ -393,7 +411,7 @@ def take(
     sys: str = "/sys",
     dev: str = "/dev",
     run: execution.Runner | None = None,
-    probe: Probe = checkpoint_state,
+    probe: Probe = checkpoint_states,
     scan_seconds: float = SCAN_SECONDS,
     probe_seconds: float = PROBE_SECONDS,
     patience: float = 5.0,
@@ -658,15 +676,10 @@ def _suspended(
     scan: Scan, people: Mapping[int, Identity], probe: Probe, seconds: float
 ) -> tuple[list[Suspended], list[Finding]]:
     """Ask the driver about each process that maps libcuda and has no device open."""
-    found, findings = [], []
-    end = time.monotonic() + seconds
-    for pid in sorted(scan.libraries.keys() - scan.uses.keys() & people.keys()):
-        if pid not in people:
-            continue
-        left = end - time.monotonic()
-        state = probe(pid, left) if left > 0 else UNKNOWN
-        if state != "none":
-            found.append(Suspended(people[pid], scan.libraries[pid], state))
+    pids = sorted((scan.libraries.keys() - scan.uses.keys()) & people.keys())
+    states = probe(pids, seconds) if pids and seconds > 0 else dict.fromkeys(pids, UNKNOWN)
+    found = [Suspended(people[pid], scan.libraries[pid], states[pid]) for pid in pids if states[pid] != "none"]
+    findings = []
     for one in found:
         if one.state in (CHECKPOINTED, LOCKED):
             findings.append(

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ def host(tmp_path: Path) -> MadeHost:
     return MadeHost(tmp_path)
 
 
-def never(pid: int, timeout: float) -> str:
-    raise AssertionError(f"asked the driver about PID {pid}")
+def never(pids: Sequence[int], timeout: float) -> dict[int, str]:
+    raise AssertionError(f"asked the driver about {pids}")
 
 
 def take(host: MadeHost, **arguments: Any) -> Census:
@@ -379,9 +379,9 @@ def test_suspended_by_a_cuda_checkpoint(host: MadeHost, state: str, at_stake: bo
     host.process(501, "python", [GPU, CTL], maps=CUDA_MAP)
     asked: list[int] = []
 
-    def probe(pid: int, timeout: float) -> str:
-        asked.append(pid)
-        return state
+    def probe(pids: Sequence[int], timeout: float) -> dict[int, str]:
+        asked.extend(pids)
+        return dict.fromkeys(pids, state)
 
     census = take(host, probe=probe)
     assert asked == [500], "only a process that maps libcuda and has no device open is a candidate"
@@ -484,7 +484,7 @@ def test_the_checkpoint_state_by_the_command(
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert holders.checkpoint_state(4242, 1.0, library="/no/libcuda.so.1") == state
+    assert holders.checkpoint_states([4242], 1.0, library="/no/libcuda.so.1") == {4242: state}
 
 
 LIBCUDA = """
@@ -512,7 +512,16 @@ def test_the_checkpoint_state_by_the_library(tmp_path: Path, pid: int, state: st
     (tmp_path / "libcuda.c").write_text(LIBCUDA)
     library = str(tmp_path / "libcuda.so.1")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "libcuda.c")], check=True)
-    assert holders.checkpoint_state(pid, 1.0, library=library) == state
+    assert holders.checkpoint_states([pid], 2.0, library=library) == {pid: state}
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to make a libcuda with")
+def test_one_process_that_hangs_the_question_does_not_hide_the_others(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.c").write_text(LIBCUDA)
+    library = str(tmp_path / "libcuda.so.1")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "libcuda.c")], check=True)
+    states = holders.checkpoint_states([2, 9, 1], 4.0, library=library)
+    assert states == {2: "checkpointed", 9: "unknown", 1: "locked"}
 
 
 def test_stale_class_devices_of_other_drivers_are_left_out(host: MadeHost) -> None:
