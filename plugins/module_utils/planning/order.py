@@ -102,6 +102,8 @@ class Bins:
         if first:
             self.append()
             for group in first:
+                if any(use[0] == "gpus" and amount > uses[use] for use, amount in group.uses.items()):
+                    raise BadPolicy(self._too_large(group, 0))
                 self.add(0, group)
 
     def limit(self, number: int) -> int:

@@ -60,7 +60,7 @@ def small_fleet(seed: int) -> Snapshot:
     models = ["H100"] if dice.random() < 0.7 else ["H100", "A100"]
     names = [f"n{number}" for number in range(dice.randint(2, 8))]
     model = {name: dice.choice(models) for name in names}
-    free = {name: 8 for name in names}
+    free = dict.fromkeys(names, 8)
     works = []
     for number in range(dice.randint(2, 14)):
         gpus = dice.choice((1, 1, 2, 4, 4, 8))

@@ -3,14 +3,16 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """The least loss possible for a small fleet, by constraint programming: what the planner is measured against.
 
-The same rules as the planner's schedule (idle GPUs count a quarter if nobody queues), but order, batches, waits, fates and landing places are all left to OR-tools
-CP-SAT. Workloads sit on one node each and may be restarted; the number of batches is given.
+The same rules as the planner's schedule (idle GPUs count a quarter if nobody queues), but order, batches, waits, fates
+and landing places are all left to OR-tools CP-SAT. Workloads sit on one node each and may be restarted; the number of
+batches is given.
 """
 
 from __future__ import annotations
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Snapshot
 from ortools.sat.python import cp_model
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Snapshot
 
 
 def least_loss(

@@ -11,13 +11,14 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Demand, Member, Snapshot, Workload
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility, plan
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.model import Model
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.placement import missing
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Policy
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
 
 from .fleets import FACTS, NEW, OLD, node
 

@@ -1,0 +1,116 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
+
+from .fleets import small_fleet
+
+GOOD: dict[str, Any] = {
+    "format": "gpufleet.snapshot",
+    "version": 1,
+    "keys": {"h100": {"kernel": "6.8", "cpu_features": ["b", "a"]}},
+    "nodes": [{"name": "a", "gpu_model": "H100", "gpus": 8, "free": {"gpu": 4}, "key": "h100"}],
+    "workloads": [{"name": "w", "members": [{"node": "a", "resources": {"gpu": 4}}], "key": {"engine": "vllm"}}],
+    "budgets": {"pdb": 1},
+    "queue": {"H100": {"gpus": 2}},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The good snapshot with the value at ``path`` (a dotted path, numbers are list places) replaced or added."""
+    data = json.loads(json.dumps(GOOD))
+    *parents, last = path.split(".")
+    target = data
+    for part in parents:
+        target = target[int(part)] if part.isdigit() else target[part]
+    target[last] = value
+    return data
+
+
+def test_good_snapshot_is_read() -> None:
+    found = fleet.parse(GOOD)
+    assert found.nodes[0].facts == (("cpu_features", ("a", "b")), ("kernel", "6.8"))
+    assert found.workloads[0].members == (fleet.Member("a", {"gpu": 4}),)
+    assert found.workloads[0].gpus == 4
+
+
+@pytest.mark.parametrize(
+    ("data", "path", "message"),
+    [
+        pytest.param([], "snapshot", "expected an object", id="no object"),
+        pytest.param(changed("version", 2), "version", "expected 1", id="version of the future"),
+        pytest.param(changed("format", "x"), "format", "gpufleet.snapshot", id="other format"),
+        pytest.param(changed("nods", []), "nods", "unknown field", id="unknown field at the top"),
+        pytest.param(changed("nodes.0.gpus", -1), "nodes[0].gpus", "0 or more, not -1", id="negative GPUs"),
+        pytest.param(changed("nodes.0.gpus", True), "nodes[0].gpus", "not true", id="true is no number"),
+        pytest.param(changed("nodes.0.name", ""), "nodes[0].name", "non-empty", id="empty name"),
+        pytest.param(changed("nodes.0.colour", "red"), "nodes[0].colour", "unknown field", id="unknown node field"),
+        pytest.param(changed("nodes.0.free", {"gpu": "4"}), "nodes[0].free.gpu", 'not "4"', id="text amount"),
+        pytest.param(changed("nodes.0.free", {"mig-big": 1}), "nodes[0].free.mig-big", "MIG profile", id="MIG profile"),
+        pytest.param(changed("nodes.0.key", "h200"), "nodes[0].key", "no entry of keys", id="unknown key"),
+        pytest.param(changed("nodes.0.key", {"kernel": {}}), "nodes[0].key.kernel", "text, a number", id="nested fact"),
+        pytest.param(changed("nodes.0.taints", ["a", 1]), "nodes[0].taints[1]", "not 1", id="taint of no text"),
+        pytest.param(changed("nodes.0.domains", {"rack": None}), "nodes[0].domains.rack", "not null", id="null domain"),
+        pytest.param(changed("workloads.0.members", {}), "workloads[0].members", "a list", id="members no list"),
+        pytest.param(
+            changed("workloads.0.members.0.node", "b"), "workloads[0].members[0].node", "'b'", id="no such node"
+        ),
+        pytest.param(
+            changed("workloads.0.members.0.resources", {"gpu": 1.5}),
+            "workloads[0].members[0].resources.gpu",
+            "not 1.5",
+            id="half a GPU",
+        ),
+        pytest.param(changed("workloads.0.may", ["move", "fly"]), "workloads[0].may", "'fly'", id="unknown permission"),
+        pytest.param(
+            changed("workloads.0.may", ["protect", "move"]), "workloads[0].may", "excludes", id="protect and move"
+        ),
+        pytest.param(changed("workloads.0.budgets", ["x"]), "workloads[0].budgets[0]", "'x'", id="unknown budget"),
+        pytest.param(
+            changed("workloads.0.remaining", float("nan")), "workloads[0].remaining", "NaN", id="not a number"
+        ),
+        pytest.param(changed("durations", {"install": None}), "durations.install", "not null", id="null duration"),
+        pytest.param(
+            changed("queue", {"H100": {"gpu": 1}}), "queue.H100.gpu", "unknown field", id="unknown queue field"
+        ),
+        pytest.param(changed("nodes", [{"name": "a"}, {"name": "a"}]), "nodes[1].name", "already nodes[0]", id="twice"),
+        pytest.param({"version": 1}, "nodes", "is missing", id="no nodes"),
+        pytest.param(changed("workloads", [{"name": "w"}]), "workloads[0].members", "is missing", id="no members"),
+    ],
+)
+def test_bad_snapshot_is_refused_with_the_path(data: Any, path: str, message: str) -> None:
+    with pytest.raises(fleet.BadSnapshot) as caught:
+        fleet.parse(data)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_json_form_round_trips(seed: int) -> None:
+    snapshot = small_fleet(seed)
+    assert fleet.parse(json.loads(json.dumps(fleet.dump(snapshot)))) == snapshot
+
+
+def test_equal_facts_are_one_object() -> None:
+    data = changed("nodes", [{"name": name, "key": {"kernel": "6.8"}} for name in "ab"])
+    first, second = fleet.parse({**data, "workloads": []}).nodes
+    assert first.facts is second.facts
+
+
+def test_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.json"
+    path.write_text("{")
+    with pytest.raises(fleet.BadSnapshot, match="is not JSON"):
+        fleet.read(str(path))
+
+
+def test_mig_instances_count_by_their_slices() -> None:
+    assert fleet.gpus_of({"mig-2g.20gb": 2, "gpu": 1, "cpu": 9}) == 1 + 4 / 7

@@ -1,0 +1,287 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import BadSnapshot, Demand, Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning import options, plan, table
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import (
+    BadPolicy,
+    Policy,
+    Window,
+    batch_limits,
+    canary_of,
+)
+
+from .fleets import NEW, OLD, node, workload
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Options of upgrade_plan with their defaults."""
+    return {name: spec.get("default") for name, spec in options.ARGUMENTS.items()} | {"version": NEW} | values
+
+
+def fleet_of(count: int, *works: Any, **values: Any) -> Snapshot:
+    return Snapshot(tuple(node(f"n{number}", **values) for number in range(count)), works)
+
+
+def sizes(made: plan.Plan) -> list[int]:
+    return [len(batch.nodes) for batch in made.batches]
+
+
+@pytest.mark.parametrize(
+    ("policy", "count", "expected"),
+    [
+        ({"batch_size": (2,)}, 6, [1, 2, 2, 1]),
+        ({"batch_size": ("50%",)}, 8, [1, 4, 3]),
+        ({"batch_size": (1, "25%")}, 12, [1, 1, 3, 3, 3, 1]),
+        ({"batch_size": (1,), "growth": 2.0}, 12, [1, 1, 2, 4, 4]),
+        ({"batch_size": (5,), "max_unavailable": 3}, 7, [1, 3, 3]),
+        ({"batch_size": ("100%",), "max_unavailable": "25%"}, 8, [1, 2, 2, 2, 1]),
+        ({"batch_size": (3,), "canary": 0}, 6, [3, 3]),
+        ({"batch_size": (3,), "canary": ("n3", "n4")}, 6, [2, 3, 1]),
+    ],
+)
+def test_batch_sizes(policy: dict[str, Any], count: int, expected: list[int]) -> None:
+    assert sizes(plan.make(fleet_of(count), Policy(NEW, **policy))) == expected
+
+
+def test_plain_nodes_keep_their_order() -> None:
+    assert plan.make(fleet_of(30), Policy(NEW)).order == tuple(f"n{number}" for number in range(30))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"batch_size": "0"}, "batch_size '0' is neither"),
+        ({"batch_size": []}, "empty list"),
+        ({"batch_size": "120%"}, "'120%' is neither"),
+        ({"canary": "n9"}, "canary n9 is not a node"),
+        ({"canary": True}, "neither a number of nodes nor names"),
+        ({"reserve": ["n9"]}, "reserve n9 is not a node"),
+        ({"growth": 0.5}, "would shrink"),
+        ({"version": "580"}, "is not an NVIDIA driver version"),
+        ({"waive": ["colour"]}, "'colour', which is no field"),
+        ({"windows": [{"start": "22:00", "end": "25:00"}], "now": "2026-03-02T00:00:00Z"}, "'25:00' is not HH:MM"),
+        ({"windows": [{"start": "22:00", "end": "23:00"}]}, "now is not"),
+        ({"windows": [{"start": "1:00", "end": "2:00", "tz": "Mars/Olympus"}], "now": "2026-03-02T00:00Z"}, "HH:MM"),
+        ({"windows": [{"start": "01:00", "end": "02:00", "tz": "Mars/X"}], "now": "2026-03-02T00:00Z"}, "'Mars/X'"),
+        ({"windows": [{"start": "01:00", "end": "01:05"}], "now": "2026-03-02T00:00Z"}, "fits no maintenance window"),
+        ({"now": "2026-03-02T00:00"}, "no time zone"),
+        ({"max_per_domain": {"rack": 0}}, "max_per_domain.rack 0"),
+        ({"max_wait": -1}, "max_wait -1"),
+    ],
+)
+def test_bad_policies_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadPolicy) as caught:
+        plan.make(fleet_of(3), options.policy_of(given(**values)))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"loaded": NEW, "installed": NEW}, f"already on {NEW}"),
+        ({"loaded": NEW, "installed": None}, f"already on {NEW}"),
+        ({"cordoned_by": "maintenance"}, "cordoned by maintenance"),
+        ({"gpus": 0}, "no NVIDIA GPU"),
+        ({"skip": "opted out"}, "opted out"),
+        ({"gpu_model": "K80"}, f"{NEW} does not support the GPU K80"),
+        ({"gpu_model": "L4"}, "GPU L4 is not among the models to upgrade"),
+        ({"loaded": OLD, "installed": NEW}, None),
+        ({"loaded": NEW, "installed": NEW, "unfinished": True}, None),
+    ],
+)
+def test_nodes_left_out(values: dict[str, Any], reason: str | None) -> None:
+    policy = Policy(NEW, unsupported=("K80",), gpu_models=("H100", "K80"))
+    made = plan.make(Snapshot((node("a", **values), node("b"))), policy)
+    assert dict(made.skipped).get("a") == reason
+    assert ("a" in made.order) == (reason is None)
+
+
+def test_nothing_to_do_is_an_empty_plan() -> None:
+    made = plan.make(fleet_of(3, loaded=NEW, installed=NEW), Policy(NEW))
+    assert made.batches == () and not made.impossible
+    assert table.lines(made)[1] == "nothing to upgrade"
+
+
+def test_canary_is_the_cheapest_node_of_each_model() -> None:
+    nodes = [node(f"h{n}") for n in range(3)] + [node(f"a{n}", gpu_model="A100") for n in range(3)]
+    works = tuple(workload(f"w{name}", name, at_risk=9000.0) for name in ("h0", "h2", "a0", "a1"))
+    made = plan.make(Snapshot(tuple(nodes), works), Policy(NEW))
+    assert made.canary == ("h1", "a2")
+
+
+def test_a_domain_is_not_split_unless_allowed() -> None:
+    nodes = tuple(node(f"n{n}", domains={"nvlink": "left" if n < 3 else "right"}) for n in range(6))
+    assert sizes(plan.make(Snapshot(nodes), Policy(NEW, batch_size=(3,)))) == [3, 3]
+    with pytest.raises(BadPolicy, match="3 nodes of nvlink right are upgraded together and a batch holds 2"):
+        plan.make(Snapshot(nodes), Policy(NEW, batch_size=(2,)))
+    assert sizes(plan.make(Snapshot(nodes), Policy(NEW, batch_size=(2,), keep_together=()))) == [1, 2, 2, 1]
+
+
+def test_nodes_out_of_service_already_use_up_max_unavailable() -> None:
+    nodes = (*fleet_of(4).nodes, node("x", skip="broken", schedulable=False))
+    assert max(sizes(plan.make(Snapshot(nodes), Policy(NEW, batch_size=(4,), max_unavailable=3)))) == 2
+    with pytest.raises(BadPolicy, match="1 are already out of service"):
+        plan.make(Snapshot(nodes), Policy(NEW, max_unavailable=1))
+
+
+def test_the_queue_limits_how_many_gpus_go_down() -> None:
+    fleet = replace(fleet_of(8, free={"gpu": 0}), queue={"H100": Demand(10.0)})
+    assert max(sizes(plan.make(fleet, Policy(NEW, batch_size=(8,), max_pending=(("H100", 30.0),))))) == 2
+    with pytest.raises(BadPolicy, match="max_pending lets 5 GPUs of H100 be down and n0 has 8"):
+        plan.make(fleet, Policy(NEW, max_pending=(("H100", 15.0),)))
+
+
+def test_budgets_keep_replicas_out_of_one_batch() -> None:
+    works = tuple(workload(f"w{n}", f"n{n}", budgets=("pdb",)) for n in range(4))
+    made = plan.make(replace(fleet_of(4, *works), budgets={"pdb": 1}), Policy(NEW, batch_size=(4,), canary=0))
+    assert sizes(made) == [1, 1, 1, 1]
+
+
+def test_the_reserve_is_upgraded_last() -> None:
+    made = plan.make(fleet_of(6), Policy(NEW, batch_size=(2,), reserve=("n1", "n2")))
+    assert made.batches[-1].nodes == ("n1", "n2")
+
+
+def fate(made: plan.Plan, name: str) -> plan.WorkloadFate:
+    return next(each for batch in made.batches for each in batch.fates if each.workload == name)
+
+
+def test_valuable_work_moves_to_the_node_upgraded_last_and_ends_there() -> None:
+    long = workload("long", "n0", gpus=8, remaining=1000.0, at_risk=9000.0)
+    made = plan.make(fleet_of(3, long), Policy(NEW, batch_size=(1,), canary=("n0",), max_wait=0.0))
+    assert (fate(made, "long").fate, fate(made, "long").to) == ("move", (made.order[-1],))
+
+
+def test_cheap_work_starts_cold_on_an_upgraded_node() -> None:
+    nodes = (node("n0"), node("n1", free={"gpu": 0}))
+    made = plan.make(Snapshot(nodes, (workload("w", "n1", gpus=8, start_cost=5.0),)), Policy(NEW, batch_size=(1,)))
+    assert (fate(made, "w").fate, fate(made, "w").to) == ("cold_start", ("n0",))
+
+
+def test_work_that_ends_soon_is_waited_for() -> None:
+    nodes = (node("n0", free={"gpu": 0}),)
+    made = plan.make(Snapshot(nodes, (workload("w", "n0", gpus=8, remaining=100.0, at_risk=900.0),)), Policy(NEW))
+    assert (fate(made, "w").fate, made.batches[0].wait) == ("wait", 100.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"may": frozenset(("protect",))}, "w is protected and has no known end"),
+        ({"may": frozenset(("wait",)), "remaining": 36000.0}, "ends in 10.0 h, beyond the longest wait of 0.5 h"),
+        ({"may": frozenset(("move",))}, "w may not restart and cannot move: no other node keeps the old driver"),
+        ({"may": frozenset(("move",)), "backends": ()}, "no backend could save it"),
+        ({"budgets": ("pdb",)}, "budget pdb allows no disruption of w"),
+    ],
+)
+def test_an_impossible_plan_says_why(values: dict[str, Any], reason: str) -> None:
+    fleet = replace(fleet_of(1, workload("w", "n0", **values)), budgets={"pdb": 0})
+    made = plan.make(fleet, Policy(NEW))
+    assert made.impossible
+    assert reason in dict(made.blocked)["n0"]
+
+
+def at(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("window", "after", "hours", "expected"),
+    [
+        ({}, "2026-03-02T23:00:00+01:00", 1, "2026-03-02T23:00:00+01:00"),
+        ({}, "2026-03-03T03:30:00+01:00", 1, "2026-03-03T22:00:00+01:00"),
+        ({}, "2026-03-03T12:00:00+01:00", 1, "2026-03-03T22:00:00+01:00"),
+        ({"days": ["sat"]}, "2026-03-03T12:00:00+01:00", 6, "2026-03-07T22:00:00+01:00"),
+        # Clocks go forward at 02:00 on 29 March 2026: that night's window is an hour shorter.
+        ({}, "2026-03-28T22:00:00+01:00", 6, "2026-03-29T22:00:00+02:00"),
+        ({"start": "02:00", "end": "04:00"}, "2026-03-03T03:00:00+01:00", 1, "2026-03-03T03:00:00+01:00"),
+    ],
+)
+def test_windows(window: dict[str, Any], after: str, hours: float, expected: str) -> None:
+    made = Window.of({"start": "22:00", "end": "04:00", "tz": "Europe/Berlin", **window})
+    assert made.next_start(at(after), hours * 3600) == at(expected)
+
+
+def test_batches_start_inside_windows_only() -> None:
+    window = Window.of({"start": "22:00", "end": "22:30"})
+    now = at("2026-03-02T21:00:00+00:00")
+    made = plan.make(fleet_of(4), Policy(NEW, batch_size=(1,), windows=(window,), now=now))
+    assert [batch.starts / 3600 for batch in made.batches] == [1, 1 + 660 / 3600, 25, 25 + 660 / 3600]
+
+
+POLICY = Policy(NEW, batch_size=(2,))
+
+
+def test_an_earlier_plan_that_still_holds_is_safe() -> None:
+    fleet = fleet_of(5, workload("w", "n4", at_risk=900.0))
+    first = plan.make(fleet, POLICY)
+    done = tuple(replace(n, loaded=NEW, installed=NEW) if n.name in first.canary else n for n in fleet.nodes)
+    again, review = plan.review(first.as_dict(), replace(fleet, nodes=done), POLICY)
+    assert review == plan.Review(True, "batch 1", (), ())
+    assert again.order == first.order[1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda n: replace(n, cordoned_by="somebody"), "is left out now: cordoned by somebody"),
+        (None, "has left the fleet"),
+    ],
+)
+def test_an_earlier_plan_whose_next_node_changed_is_not_safe(change: Any, reason: str) -> None:
+    fleet = fleet_of(5)
+    first = plan.make(fleet, Policy(NEW, batch_size=(2,), canary=0))
+    gone = first.order[0]
+    nodes = tuple(change(n) if n.name == gone else n for n in fleet.nodes if change or n.name != gone)
+    _, review = plan.review(first.as_dict(), replace(fleet, nodes=nodes), POLICY)
+    assert not review.safe
+    assert review.reasons == (f"{gone} {reason}",)
+
+
+def test_an_earlier_plan_whose_room_is_gone_is_not_safe() -> None:
+    work = workload("w", "n0", gpus=8, remaining=1000.0, at_risk=9000.0)
+    policy = Policy(NEW, batch_size=(1,), canary=("n0",), max_wait=0.0)
+    fleet = fleet_of(3, work)
+    first = plan.make(fleet, policy)
+    full = tuple(replace(n, free={"gpu": 0}) if n.name != "n0" else n for n in fleet.nodes)
+    _, review = plan.review(first.as_dict(), replace(fleet, nodes=full), policy)
+    assert review.reasons == ("w has lost its place to move to",)
+
+
+def test_an_earlier_plan_names_newcomers() -> None:
+    first = plan.make(fleet_of(2), POLICY)
+    _, review = plan.review(first.as_dict(), fleet_of(3, workload("w", "n1")), POLICY)
+    assert review.safe
+    assert "n2 is new and not part of the plan" in review.changes
+    assert any(change.startswith("w is new on n1") for change in review.changes)
+
+
+def test_plain_hosts_become_a_fleet() -> None:
+    nodes = [
+        {"name": "a", "loaded_version": OLD, "installed_version": OLD, "gpus": ["H100"] * 8, "domain": "d"},
+        {"name": "b", "gpus": [], "unfinished": False},
+        {"name": "c", "gpus": ["H100"], "skip_reason": "unfit: no space", "unfinished": True},
+    ]
+    made = plan.make(options.snapshot_of(given(nodes=nodes)), options.policy_of(given()))
+    assert made.order == ("a",)
+    assert made.skipped == (("b", "no NVIDIA GPU"), ("c", "unfit: no space"))
+    with pytest.raises(BadSnapshot, match="'a' is already"):
+        options.snapshot_of(given(nodes=[nodes[0], nodes[0]]))
+
+
+@pytest.mark.parametrize(("value", "expected"), [(2, 2), ("3", 3), ("a, b", ("a", "b")), (["a"], ("a",)), ("", ())])
+def test_canary_option(value: Any, expected: Any) -> None:
+    assert canary_of(value) == expected
+
+
+def test_a_percentage_is_never_nothing() -> None:
+    assert batch_limits(Policy(NEW, batch_size=("1%",)), 5, 0) == [1]
