@@ -45,8 +45,8 @@ options:
     default: present
   loaded:
     description:
-      - What to do while the nvidia module is loaded. With V(allow) packages change under it - NVML fails until the
-        module is reloaded or the node reboots, see RV(reboot_required).
+      - What to do while an nvidia module of another version is loaded. With V(allow) packages change under it - NVML
+        fails until the module is reloaded or the node reboots, see RV(reboot_required).
     type: str
     choices: [refuse, allow]
     default: refuse

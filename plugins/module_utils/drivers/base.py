@@ -274,8 +274,11 @@ class DriverSource(ABC):
         """The transaction that puts back exactly what ``snapshot`` holds."""
 
     @abstractmethod
-    def check(self, plan: PackagePlan) -> list[Finding]:
-        """Prove by simulation that ``plan`` would go through and touches nothing it should not."""
+    def check(self, plan: PackagePlan, recovering: bool = False) -> list[Finding]:
+        """Prove by simulation that ``plan`` would go through and touches nothing it should not.
+
+        ``recovering`` accepts a package database that a transaction of ours left half-way.
+        """
 
     @abstractmethod
     def stage(self, plan: PackagePlan) -> Staged:

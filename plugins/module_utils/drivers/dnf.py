@@ -76,6 +76,17 @@ def rpm_installed(run: Runner, source: str) -> Installed:
     found = {of_package(naming.strip_kernel(row.version)) for row in members}
     versions = tuple(v.text for v in sorted((v for v in found if v), reverse=True))
     problems = []
+    foreign = sorted(row.name for row in members if row.arch in ("i686", "i386"))
+    if foreign:
+        problems.append(
+            error(
+                "drivers.foreign_architecture",
+                f"32-bit driver packages are installed, which this release does not move: {', '.join(foreign)}",
+                {"packages": foreign},
+                f"dnf remove {' '.join(f'{name}.i686' for name in foreign)}",
+            )
+        )
+        members = [row for row in members if row.name not in foreign or row.arch not in ("i686", "i386")]
     twice = sorted({row.name for row in members if sum(other.name == row.name for other in members) > 1})
     if twice:
         problems.append(
@@ -316,7 +327,7 @@ class Dnf(DriverSource):
 
     # proving
 
-    def check(self, plan: PackagePlan) -> list[Finding]:
+    def check(self, plan: PackagePlan, recovering: bool = False) -> list[Finding]:
         if plan.empty or plan.refused:
             return []
         return self._judge(plan, self._shell(plan, ["--assumeno"], QUERY_SECONDS))

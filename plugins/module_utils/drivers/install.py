@@ -147,7 +147,7 @@ def stage(
     installed = source.detect()
     base = base_for(source, journal, installed)
     plan = source.plan(base, installed, target, flavour_for(flavour, installed))
-    findings = list(plan.findings) + source.check(plan)
+    findings = list(plan.findings) + source.check(plan, interrupted(journal))
     lost = source.obtainable(base)
     findings += lost if rollback_required else [replace(finding, level="warning") for finding in lost]
     if errors(findings):
@@ -236,7 +236,7 @@ def install(
         if rollback_required:
             findings += source.obtainable(base)
     loaded = node.loaded()
-    if loaded is not None and not loaded_allowed:
+    if loaded not in (None, target.text) and not loaded_allowed:
         findings.append(_loaded_finding(loaded))
     if errors(findings):
         raise Refused(findings)
@@ -282,7 +282,7 @@ def restore(
         return Result(False, snapshot.version, installed.builds(), installed.builds(), disk, findings=plan.findings)
     findings = list(plan.findings)
     loaded = node.loaded()
-    if loaded is not None and not loaded_allowed and not plan.empty:
+    if loaded not in (None, snapshot.version) and not loaded_allowed and not plan.empty:
         findings.append(_loaded_finding(loaded))
     if errors(findings):
         raise Refused(findings)
@@ -340,7 +340,7 @@ def _after(installed: Installed, plan: PackagePlan) -> dict[str, str]:
     return {**kept, **{build.name: build.version for build in plan.install}}
 
 
-def _loaded_finding(loaded: str) -> Finding:
+def _loaded_finding(loaded: str | None) -> Finding:
     return error(
         "drivers.loaded",
         f"the nvidia module ({loaded}) is loaded; with new libraries under it NVML fails until it is reloaded",

@@ -81,7 +81,12 @@ def preflight(
     if already:
         return Preflight(installed, plan, True, plan.findings)
     findings = [_ours_to_mend(problem) if interrupted(journal) else problem for problem in installed.problems]
-    findings += [*plan.findings, *source.check(plan), *source.remarks(installed), *pairing(installed, base.version)]
+    findings += [
+        *plan.findings,
+        *source.check(plan, interrupted(journal)),
+        *source.remarks(installed),
+        *pairing(installed, base.version),
+    ]
     findings += _way_back(source, base, rollback_required)
     holder = source.busy()
     if holder:

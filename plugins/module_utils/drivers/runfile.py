@@ -214,7 +214,7 @@ class Runfile(DriverSource):
             return self.previous
         return None
 
-    def check(self, plan: PackagePlan) -> list[Finding]:
+    def check(self, plan: PackagePlan, recovering: bool = False) -> list[Finding]:
         return []
 
     def stage(self, plan: PackagePlan) -> Staged:

@@ -90,7 +90,7 @@ class Zypper(DriverSource):
     def obtainable(self, snapshot: Snapshot) -> list[Finding]:
         return []
 
-    def check(self, plan: PackagePlan) -> list[Finding]:
+    def check(self, plan: PackagePlan, recovering: bool = False) -> list[Finding]:
         return []
 
     def restore(self, snapshot: Snapshot, installed: Installed) -> PackagePlan:

@@ -224,6 +224,9 @@ def test_killed_in_the_middle_it_goes_on(apt_node, moment):
     with pytest.raises(SourceError):
         upgrade(apt_node, target=target)
     assert once.exists() and apt_node.source().detect().problems
+    journal = journal_of(apt_node)
+    assert not install.stage(apt_node.source(), journal, target, "auto", True, False).changed
+    journal.close()
     assert upgrade(apt_node, target=target).disk_module == "560.35.03"
     assert apt_node.packages().keys() == names("560")
     assert go_back(apt_node).disk_module == OLD
@@ -259,6 +262,7 @@ def test_loaded_is_refused_unless_allowed(apt_node):
     module.mkdir(parents=True)
     (module / "version").write_text(f"{OLD}\n")
     assert "drivers.loaded" in refusal(apt_node)
+    assert apt_node.disk_module() == OLD
     result = upgrade(apt_node, loaded_allowed=True)
     assert result.reboot_reasons and OLD in result.reboot_reasons[0]
 

@@ -194,6 +194,14 @@ def test_a_pkg_07_an_unreadable_stream_is_refused(el, answers, tmp_path):
     assert plan.refused and any("525-dkms or 525-open may be meant" in finding.message for finding in plan.findings)
 
 
+def test_a_32_bit_half_is_not_silently_left_behind(el, answers):
+    text = rows("nvidia-driver-libs 3:550.90.07-1.el9")
+    answers.set("rpm", "-qa", out=text + text.replace("x86_64", "i686"))
+    installed = el.detect()
+    assert [problem.check for problem in installed.problems] == ["drivers.foreign_architecture"]
+    assert [package.arch for package in installed.packages] == ["x86_64"]
+
+
 def test_an_unreadable_database_says_what_to_do(el, answers):
     answers.set("rpm", "-qa", rc=1, err="error: rpmdb: damaged header")
     with pytest.raises(SourceError, match="rpm --rebuilddb"):
