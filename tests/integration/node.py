@@ -24,8 +24,8 @@ class Node:
         return self.fleet.sh(self.name, script, check=check).strip()
 
     def argv(self, module: str, options: dict[str, Any]) -> list[str]:
-        inventory = str(self.fleet.inventory)
-        return ["ansible", "-i", inventory, self.name, "-m", f"gpufleet.driver.{module}", "-a", json.dumps(options)]
+        given = ["-a", json.dumps(options)] if options else []
+        return ["ansible", "-i", str(self.fleet.inventory), self.name, "-m", f"gpufleet.driver.{module}", *given]
 
     def begin(self, module: str, **options: Any) -> subprocess.Popen[str]:
         """Start a module and return at once, to disturb it."""
@@ -49,10 +49,10 @@ class Node:
             timeout=300,
             check=False,
         )
-        _, found, result = done.stdout.partition(" => ")
+        head, found, result = done.stdout.partition(" => ")
         if not found:
             raise AssertionError(f"{module}: rc {done.returncode}\n{done.stdout}{done.stderr}")
-        return json.JSONDecoder().raw_decode(result)[0]
+        return {**json.JSONDecoder().raw_decode(result)[0], "failed": "| FAILED!" in head}
 
     def unit(self, name: str, text: str, directory: str = "/etc/systemd/system") -> None:
         self.sh(f"cat >{directory}/{name} <<'END'\n{text}\nEND")

@@ -86,7 +86,8 @@ class ServicesError(Exception):
 
 @dataclass(frozen=True)
 class MpsDaemon:
-    """A control daemon of the Multi-Process Service; ``directory`` holds its pipe, ``unit`` is the service it is in."""
+    """A control daemon of the Multi-Process Service; ``directory`` holds its pipe, ``unit`` is the service that runs
+    it, if one does."""
 
     pid: int
     unit: str | None
@@ -152,7 +153,8 @@ def parse_mps(pid: int, uid: int, cmdline: bytes, environ: bytes, cgroup: str) -
     argv = [part.decode("utf-8", "surrogateescape") for part in cmdline.rstrip(b"\0").split(b"\0")]
     if Path(argv[0]).name != _MPS or not {"-d", "-f"}.intersection(argv[1:]) or _CONTAINER.search(cgroup):
         return None
-    unit = re.search(r"/system\.slice/(?:.*/)?([^/]+\.service)$", cgroup, re.MULTILINE)
+    found = re.search(r"/system\.slice/(?:.*/)?([^/]+\.service)$", cgroup, re.MULTILINE)
+    unit = found.group(1) if found and not is_needed(found.group(1)) else None
     pairs = (part.decode("utf-8", "surrogateescape").partition("=") for part in environ.split(b"\0") if b"=" in part)
     env = {key: value for key, _, value in pairs if key.startswith("CUDA_")}
     try:
@@ -160,7 +162,7 @@ def parse_mps(pid: int, uid: int, cmdline: bytes, environ: bytes, cgroup: str) -
     except KeyError:
         user = str(uid)
     directory = env.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_DIRECTORY)
-    return MpsDaemon(pid, unit.group(1) if unit else None, user, directory, (argv[0], "-d"), env)
+    return MpsDaemon(pid, unit, user, directory, (argv[0], "-d"), env)
 
 
 def find_mps(proc: Path) -> list[MpsDaemon]:

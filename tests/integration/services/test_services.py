@@ -177,7 +177,7 @@ def test_a_module_that_outlives_its_controller_is_not_run_into(node: Node) -> No
     second = node.run("gpu_services", state="stopped")
     assert second["failed"] and "is still at work on this node" in second["msg"], second
     assert node.run("node_journal")["journal"]["before"]["services"][PERSISTENCED]["up"], "reading needs no lock"
-    node.sh("touch /run/go; while pgrep -f '[g]pu_services' >/dev/null; do sleep 0.5; done")
+    node.sh("touch /run/go; while test -e /proc/$(cat /var/lib/gpufleet/journal.lock); do sleep 0.2; done")
     assert not node.run("gpu_services", state="stopped").get("failed")
     node.run("gpu_services", state="restored")
     states = node.active(PERSISTENCED, "nvidia-imex.service")
@@ -191,7 +191,7 @@ def test_a_module_killed_half_way_is_finished_by_the_next(node: Node) -> None:
     node.sh("systemctl daemon-reload; systemctl start nvidia-imex")
     first = node.begin("gpu_services", state="stopped")
     node.sh("until systemctl show -p ActiveState nvidia-imex | grep -q deactivating; do sleep 0.2; done")
-    node.sh("pkill -KILL -f '[g]pu_services' ")
+    node.sh("kill -KILL $(cat /var/lib/gpufleet/journal.lock)")
     first.wait(60)
     result = node.run("gpu_services", state="stopped")
     assert not result.get("failed") and set(node.active(*before).values()) == {"inactive"}

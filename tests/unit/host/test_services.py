@@ -370,6 +370,7 @@ ENV = b"PATH=/bin\0CUDA_MPS_PIPE_DIRECTORY=/tmp/mps-7\0CUDA_VISIBLE_DEVICES=0\0L
             (None, "/tmp/mps-7"),
             id="a user's own unit",
         ),
+        pytest.param(CMD, ENV, "0::/system.slice/ssh.service\n", (None, "/tmp/mps-7"), id="by hand, without sessions"),
         pytest.param(CMD, ENV, f"0::/system.slice/docker-{'a' * 64}.scope\n", None, id="in a container"),
         pytest.param(b"nvidia-cuda-mps-control\0", ENV, "0::/\n", None, id="its command line"),
         pytest.param(b"nvidia-cuda-mps-server\0-d\0", ENV, "0::/\n", None, id="its server"),
