@@ -17,7 +17,7 @@ import fcntl
 import os
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ Number = tuple[int, int]
 File = bytes
 """An inode and the major and minor number of its file system, packed as PROCMAP_QUERY answers them (``=Q2I``)."""
 
+_FIRST = tuple(str(number) for number in range(1024))
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD in the flags field of /proc/PID/stat
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO, fixed by the kernel
 
@@ -293,13 +294,27 @@ class Scanner:
         return True
 
     def _descriptors(self, pid: int) -> None:
-        """Stat every descriptor in the working directory (a ``fd`` of /proc): the only way to find a device that was
-        opened by another path, and hardly dearer than reading the link, as no path has to be spelled out."""
+        """Look at every descriptor in the working directory, a ``fd`` of /proc.
+
+        Since Linux 6.2 its size is the number of descriptors. They are mostly 0, 1, 2 and so on without a gap, and then
+        need not be listed; whatever lies beyond the first gap is.
+        """
+        count = os.stat(".").st_size
+        done = self._look(pid, _FIRST[:count], until_gap=True)
+        if not count or done < count:
+            known = set(_FIRST[:done])
+            self._look(pid, [name for name in os.listdir() if name not in known])
+
+    def _look(self, pid: int, names: Sequence[str], until_gap: bool = False) -> int:
+        """Stat descriptors: the only way to find a device that was opened by another path, and hardly dearer than
+        reading the link, as no path has to be spelled out. How many there were before the first gap."""
         status = os.stat
-        for name in os.listdir():
+        for position, name in enumerate(names):
             try:
                 about = status(name)
             except OSError:
+                if until_gap:
+                    return position
                 continue
             if about.st_rdev:
                 number = self._wanted(about)
@@ -308,6 +323,7 @@ class Scanner:
                     use.opened[number] = use.opened.get(number, 0) + 1
                     with contextlib.suppress(OSError):
                         use.paths.setdefault(number, os.readlink(name))
+        return len(names)
 
     def _wanted(self, about: os.stat_result) -> Number | None:
         if not stat.S_ISCHR(about.st_mode):

@@ -51,6 +51,30 @@ def test_open_files_are_counted_by_device_number() -> None:
     assert use.opened == {NUMBER: 2} and use.paths == {NUMBER: DEVICE}
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param([3, 4], id="without a gap"),
+        pytest.param([3, 5, 900], id="with gaps"),
+        pytest.param([1500], id="far out"),
+        pytest.param([0], id="standard input"),
+    ],
+)
+def test_wherever_in_the_table_they_are(numbers: list[int]) -> None:
+    program = f"""
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (2000, 2000))
+source = os.open('/dev/full', os.O_RDONLY)
+spare = os.dup2(source, 1999)
+os.close(source)
+for number in {numbers}:
+    os.dup2(spare, number)
+os.close(spare)
+"""
+    with running(program) as pid:
+        assert scan().uses[pid].opened == {NUMBER: len(numbers)}
+
+
 def test_the_working_directory_is_put_back() -> None:
     before = Path.cwd()
     scan()
