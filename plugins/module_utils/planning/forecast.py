@@ -32,7 +32,7 @@ from typing import Any
 from ..fleet import Snapshot
 from .model import Model, same_version
 from .placement import Rooms
-from .plan import Plan, make, prepare, review
+from .plan import Plan, hints_of, make, prepare, review
 from .policy import BadPolicy, Policy
 from .schedule import BLOCKED, COLD, MOVE, WAIT, play
 
@@ -117,13 +117,7 @@ def forecast(snapshot: Snapshot, policy: Policy, plan: Plan, chances: Chances | 
     chances = chances or Chances()
     model = _model(snapshot, policy, plan)
     batches = [[model.number[name] for name in batch.nodes] for batch in plan.batches]
-    by_name = {item.name: index for index, item in enumerate(model.items)}
-    hints = {
-        by_name[fate.workload]: fate.fate
-        for batch in plan.batches
-        for fate in batch.fates
-        if fate.fate in (MOVE, WAIT) and fate.workload in by_name
-    }
+    hints = hints_of(model, [(fate.workload, fate.fate, fate.to) for batch in plan.batches for fate in batch.fates])
     runs = []
     for number in range(chances.runs):
         dice = random.Random(chances.seed * 1000 + number)  # noqa: S311 - chance, not secrecy

@@ -23,7 +23,7 @@ from typing import Callable, Optional
 from ..fleet import Demand
 from .model import Model
 from .policy import BadPolicy, batch_limits
-from .schedule import MOVE, WAIT, Played, play
+from .schedule import MOVE, NEAR, WAIT, Hint, Played, play
 
 _SMALL = 10
 """Fleets of up to this many nodes also try holding back empty nodes."""
@@ -378,7 +378,7 @@ def arrange(model: Model) -> tuple[list[list[int]], Played, bool]:
             starts += [_arranged(model, used, first, uses, late) for late in (0.0, inf)]
             starts.append(_by_end(model, used, first, uses))
         for bins in starts:
-            hints: dict[int, str] = {}
+            hints: dict[int, Hint] = {}
             if effort > 4:
                 search.climb(bins, unused, effort, hints, _KICKS[0] if small else 0)
             begin = len(bins.batches)
@@ -419,7 +419,7 @@ class _Best:
     key: tuple[float, float]
     bins: Bins
     played: Played
-    hints: Mapping[int, str]
+    hints: Mapping[int, Hint]
 
 
 class _Search:
@@ -433,18 +433,18 @@ class _Search:
         self._fixed_nodes = {index for index in model.moving if model.nodes[index].name in named}
         self._fixed_nodes.update(node for group in first if chosen or group.unfinished for node in group.nodes)
 
-    def consider(self, bins: Bins, played: Played, hints: Mapping[int, str]) -> None:
+    def consider(self, bins: Bins, played: Played, hints: Mapping[int, Hint]) -> None:
         key = _key(played)
         if self.best is None or key < self.best.key:
             self.best = _Best(key, bins, played, dict(hints))
 
-    def climb(self, bins: Bins, unused: frozenset[int], effort: int, hints: dict[int, str], kicks: int = 0) -> None:
+    def climb(self, bins: Bins, unused: frozenset[int], effort: int, hints: dict[int, Hint], kicks: int = 0) -> None:
         """Change ``bins`` and ``hints`` in place while that loses less; at most ``effort`` different trials."""
         known: dict[object, tuple[float, float]] = {}
 
         def tried() -> tuple[float, float]:
             batches = bins.nodes()
-            name = (tuple(map(tuple, batches)), tuple(sorted(hints.items())))
+            name = (tuple(map(tuple, batches)), frozenset(hints.items()))
             if name not in known:
                 known[name] = _key(play(self.model, batches, unused, hints))
             return known[name]
@@ -474,7 +474,7 @@ class _Search:
                 hints.clear()
                 hints.update(kept_hints)
 
-    def _kick(self, bins: Bins, hints: dict[int, str], dice: random.Random) -> None:
+    def _kick(self, bins: Bins, hints: dict[int, Hint], dice: random.Random) -> None:
         changes = _neighbours(bins, self._fixed_nodes)
         possible = _hints(self.model)
         chosen = dice.randrange(len(changes) + len(possible) or 1)
@@ -496,7 +496,7 @@ class _Search:
                 (bins.add if sign > 0 else bins.remove)(number, group)
         return None
 
-    def _hint(self, hints: dict[int, str], tried: _Trial, best: tuple[float, float]) -> tuple[float, float] | None:
+    def _hint(self, hints: dict[int, Hint], tried: _Trial, best: tuple[float, float]) -> tuple[float, float] | None:
         for index, hint in _hints(self.model):
             before = hints.pop(index, None)
             if hint != before:
@@ -511,10 +511,10 @@ class _Search:
 
 
 def _hints(model: Model) -> list[tuple[int, str]]:
-    found = []
+    found: list[tuple[int, str]] = []
     for index, item in enumerate(model.items):
         if item.movable and item.restorable:
-            found.append((index, MOVE))
+            found.extend(((index, MOVE), (index, NEAR)))
         if item.waitable and item.end < inf:
             found.append((index, WAIT))
     return found

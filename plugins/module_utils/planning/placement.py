@@ -221,6 +221,17 @@ class Rooms:
             self._hopeless[request] = self._version
         return found
 
+    def claim(self, nodes: Sequence[int], needs: Needs, fitting: frozenset[int]) -> tuple[int, ...] | None:
+        """Take room for ``needs`` on exactly these nodes, if all are open, fit and have it; else None."""
+        if len(nodes) != len(needs) or len(set(nodes)) != len(nodes):
+            return None
+        for node, need in zip(nodes, needs):
+            if not self._open[node] or self._classes.of[node] not in fitting or missing(need, self.free[node]):
+                return None
+        for node, need in zip(nodes, needs):
+            self.take(node, need)
+        return tuple(nodes)
+
     def _place_together(
         self, needs: Needs, fitting: frozenset[int], positions: Sequence[int], kind: str
     ) -> tuple[int, ...] | None:

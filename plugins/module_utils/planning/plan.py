@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -22,7 +22,7 @@ from .model import Item, Model, skip_reason, without
 from .order import arrange
 from .placement import Rooms
 from .policy import BadPolicy, Policy
-from .schedule import BLOCKED, STAY, Fate, Played, play
+from .schedule import BLOCKED, STAY, Fate, Hint, Played, play
 
 
 @dataclass(frozen=True)
@@ -335,13 +335,19 @@ def review(earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy) -> tu
     planned = {name for batch in listed for name in batch["nodes"]}
     changes.extend(f"{name} is new and not part of the plan" for name in moving if name not in planned)
     model.moving = [index for batch in batches for index in batch]
-    played = play(model, batches)
+    before: dict[str, tuple[str, Sequence[str]]] = {}
+    for batch in listed:
+        if any(name in moving for name in batch["nodes"]):
+            for entry in batch.get("workloads", ()):
+                before.setdefault(str(entry.get("workload")), (str(entry.get("fate")), entry.get("to") or ()))
+    hints = hints_of(model, ((workload, fate, to) for workload, (fate, to) in before.items()))
+    played = play(model, batches, hints=hints)
     plan = _finished(model, policy, batches, played, False, {})
     plan = _renamed(plan, names)
-    before = {w["workload"]: w["fate"] for batch in listed for w in batch.get("workloads", ())}
+    told: set[str] = set()
     for number, batch in enumerate(plan.batches):
         for fate in batch.fates:
-            old = before.get(fate.workload)
+            old = before.pop(fate.workload, (None, ()))[0]
             if fate.fate == BLOCKED:
                 item = next(i for i in model.items if i.name == fate.workload)
                 text = f"{fate.workload} cannot be taken off {', '.join(fate.nodes)}"
@@ -352,9 +358,25 @@ def review(earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy) -> tu
                 changes.append(f"{fate.workload} was to {_verb(old)} and would now {_verb(fate.fate)}")
                 if number == 0 and old == MOVE:
                     reasons.append(f"{fate.workload} has lost its place to move to")
-            elif old is None and fate.fate != STAY:
+            elif old is None and fate.fate != STAY and fate.workload not in told:
                 changes.append(f"{fate.workload} is new on {', '.join(fate.nodes)} and would {_verb(fate.fate)}")
+            told.add(fate.workload)
     return plan, Review(not reasons, names[0] if names else None, tuple(reasons), tuple(changes))
+
+
+def hints_of(model: Model, fates: Iterable[tuple[str, str, Sequence[str]]]) -> dict[int, Hint]:
+    """Hints that repeat the moves and waits of a plan: of each, the workload, the fate and the nodes it goes to."""
+    by_name = {item.name: index for index, item in enumerate(model.items)}
+    hints: dict[int, Hint] = {}
+    for workload, fate, to in fates:
+        index = by_name.get(workload)
+        if index is None:
+            continue
+        if fate == MOVE and all(name in model.number for name in to):
+            hints[index] = tuple(model.number[name] for name in to)
+        elif fate == WAIT:
+            hints.setdefault(index, WAIT)
+    return hints
 
 
 def _renamed(plan: Plan, names: Sequence[str]) -> Plan:

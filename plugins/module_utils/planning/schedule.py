@@ -22,9 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import Union
 
 from .model import Item, Model
 from .placement import Rooms
+
+NEAR = "near"
+"""A hint: move to a node whose turn comes soon rather than last, to be waited for there."""
 
 MOVE, WAIT, COLD, STAY, BLOCKED = "move", "wait", "cold_start", "stay", "blocked"
 BLOCKED_LOSS = 1e12
@@ -59,12 +63,14 @@ class Played:
         return [fate for fate in self.fates if fate.what == BLOCKED]
 
 
+Hint = Union[str, tuple[int, ...]]
+
 _Back = tuple[tuple[int, ...], float, int]
 
 
 class _Walk:
     def __init__(
-        self, model: Model, batches: Sequence[Sequence[int]], unused: frozenset[int], hints: Mapping[int, str]
+        self, model: Model, batches: Sequence[Sequence[int]], unused: frozenset[int], hints: Mapping[int, Hint]
     ) -> None:
         self.model = model
         self.hints = hints
@@ -206,7 +212,11 @@ class _Walk:
             pause = item.gpus * item.pause
             stays = item.pause + self.end[index] - now
             best = pause if stays <= self._time_until(self.last - 1, number) or self._kept(item) else pause + cold
-            if self.hints.get(index) == MOVE or best < cold or (best < in_place and not self._cold_room(item, number)):
+            if (
+                self.hints.get(index) not in (None, WAIT)
+                or best < cold
+                or (best < in_place and not self._cold_room(item, number))
+            ):
                 tried = self._move(index, item, number, now, in_place, cold)
         if tried is not None:
             return (*tried, back)
@@ -241,10 +251,14 @@ class _Walk:
     def _move(
         self, index: int, item: Item, number: int, now: float, in_place: float, cold: float
     ) -> tuple[Fate, float] | None:
-        found = self.rooms.place(
+        hint = self.hints.get(index)
+        found = None
+        if isinstance(hint, tuple) and all(self.position[node] > number for node in hint):
+            found = self.rooms.claim(hint, item.needs, item.restorable)
+        found = found or self.rooms.place(
             item.needs,
             item.restorable,
-            range(self.last, number, -1),
+            range(number + 1, self.last + 1) if hint == NEAR else range(self.last, number, -1),
             together=item.workload.together,
             spread=item.workload.spread,
         )
@@ -256,8 +270,7 @@ class _Walk:
         lost = pause if outlives <= 0 else pause + cold
         if outlives > 0 and not item.restartable and item.waitable and outlives <= self.model.policy.max_wait:
             lost = pause
-        hinted = self.hints.get(index) == MOVE
-        if not hinted and (lost >= in_place or (lost >= cold and self._cold_room(item, number))):
+        if hint in (None, WAIT) and (lost >= in_place or (lost >= cold and self._cold_room(item, number))):
             self.rooms.put_back(found, item.needs)
             return None
         self._leave(index)
@@ -302,12 +315,12 @@ def play(
     model: Model,
     batches: Sequence[Sequence[int]],
     unused: frozenset[int] = frozenset(),
-    hints: Mapping[int, str] | None = None,
+    hints: Mapping[int, Hint] | None = None,
 ) -> Played:
     """Walk through ``batches`` of node numbers; every item on them gets a fate.
 
     :param unused: nodes on which nothing is to land.
-    :param hints: items that are to ``move`` if they have room, or to be waited for (``wait``) if they end in time,
-        even where another fate looks cheaper at that moment.
+    :param hints: what to do even where something else looks cheaper at that moment: ``move`` an item if it has room,
+        ``near`` to a node whose turn is next, or to the nodes given; ``wait`` for it if it ends in time.
     """
     return _Walk(model, batches, unused, hints or {}).run()
