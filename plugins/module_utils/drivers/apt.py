@@ -63,18 +63,19 @@ class Apt(DriverSource):
     def detect(self) -> Installed:
         native = self._query(["dpkg", "--print-architecture"]).strip()
         rows = apt_text.dpkg_packages(self._query(["dpkg-query", "-W", "-f", apt_text.DPKG_FORMAT]), native)
+        parts = {row.name: naming.parse_deb(row.name.partition(":")[0]) for row in rows}
         core = {
-            row.name: (row, parsed)
+            row.name: (row, part)
             for row in rows
-            for parsed in [naming.parse_deb(row.name.partition(":")[0])]
-            if parsed is not None and (parsed.role != naming.TOOL)
+            for part in [parts[row.name]]
+            if part and part.role != naming.TOOL and (part.role == naming.PIN or part.kernel or of_package(row.version))
         }
-        core = {n: (r, p) for n, (r, p) in core.items() if p.role == naming.PIN or p.kernel or of_package(r.version)}
-        versions = _versions(row.version for row, parsed in core.values() if parsed.role != naming.PIN)
+        versions = _versions(row.version for row, part in core.values() if part.role != naming.PIN)
         tools = [
             row
             for row in rows
-            if row.name.partition(":")[0] in naming.TOOLS and str(of_package(row.version) or "") in versions
+            for part in [parts[row.name]]
+            if part and part.role == naming.TOOL and str(of_package(row.version)) in versions
         ]
         members = sorted([row for row, _ in core.values()] + tools, key=lambda row: row.name)
         flavours = {parsed.flavour for _, parsed in core.values() if parsed.flavour}
@@ -83,12 +84,12 @@ class Apt(DriverSource):
             source=APT,
             packages=tuple(Package(row.name, row.version, row.arch, row.state) for row in members),
             versions=versions,
-            flavour=flavours.pop() if len(flavours) == 1 else None,
+            flavour=next(iter(flavours)) if len(flavours) == 1 else None,
             methods=({"source": APT, "evidence": f"{len(members)} packages in dpkg"},) if versions else (),
             holds=tuple(row.name for row in members if row.held),
             pins=tuple(str(pin) for pin in self._pins(members)),
             automatic=tuple(row.name for row in members if row.name in automatic),
-            problems=tuple(self._problems(rows, core, versions, len(flavours) > 0)),
+            problems=tuple(self._problems(rows, core, versions, len(flavours) > 1)),
         )
 
     def _pins(self, members: Iterable[apt_text.DpkgPackage]) -> list[apt_text.Pin]:
@@ -96,15 +97,7 @@ class Apt(DriverSource):
         files = [directory / "preferences", *sorted((directory / "preferences.d").glob("*"))]
         found = [pin for path in files for pin in apt_text.pins(read_text(path))]
         names = [row.name.partition(":")[0] for row in members]
-        return [
-            pin
-            for pin in found
-            if any(
-                pattern != "*" and (fnmatch(name, pattern) or "nvidia" in pattern or "cuda" in pattern)
-                for pattern in pin.package.split()
-                for name in names or [""]
-            )
-        ]
+        return [pin for pin in found if any(_concerns(pattern, names) for pattern in pin.package.split())]
 
     def _problems(
         self,
@@ -661,6 +654,11 @@ class Apt(DriverSource):
             return []
         names = [f"{name}={version}" if version else name for name, version in builds]
         return apt_text.stanzas(self.run(["apt-cache", "show", *names], timeout=QUERY_SECONDS).stdout)
+
+
+def _concerns(pattern: str, names: Iterable[str]) -> bool:
+    """Whether a pin's package pattern is about the driver; the one that is about everything is not."""
+    return pattern != "*" and ("nvidia" in pattern or any(fnmatch(name, pattern) for name in names))
 
 
 def _versions(package_versions: Iterable[str]) -> tuple[str, ...]:

@@ -227,8 +227,9 @@ def install(
     disk = disk_module_version(node.run, node.kernel)
     if plan.empty and not plan.refused and not verify(installed, disk, target.text, node.kernel).findings:
         if unfinished and not check_mode:
-            journal.end(STEP, now()) if _open_step(journal) else None
+            journal.start(STEP, now())
             source.resume_automatic(base.timers)
+            journal.end(STEP, now(), version=target.text)
         return Result(False, target.text, installed.builds(), installed.builds(), disk, findings=plan.findings)
     findings = list(plan.findings)
     if not unfinished:
@@ -307,8 +308,8 @@ def _change(
 ) -> Result:
     """The change itself: automatic upgrades stand still, the step is in the journal, the end state is judged."""
     journal.start(STEP, now())
-    source.pause_automatic(base.timers)
     try:
+        source.pause_automatic(base.timers)
         if recovering:
             source.recover(timeout)
             source.stage(plan)
@@ -353,8 +354,3 @@ def _reboot_reasons(loaded: str | None, target: str) -> tuple[str, ...]:
     if loaded is None or loaded == target:
         return ()
     return (f"nvidia {loaded} stays loaded until it is unloaded or the node reboots into {target}",)
-
-
-def _open_step(journal: Journal) -> bool:
-    last = journal.last(STEP)
-    return last is not None and last["state"] == "started"

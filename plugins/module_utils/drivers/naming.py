@@ -131,7 +131,7 @@ _DEBIAN_FLAVOUR: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     OPEN: {"nvidia-kernel-dkms": ("nvidia-open-kernel-dkms", "nvidia-kernel-open-dkms")},
 }
 
-TOOLS = (
+_TOOLS = (
     "nvidia-settings",
     "nvidia-modprobe",
     "nvidia-persistenced",
@@ -188,7 +188,7 @@ def parse_deb(name: str) -> DriverPackage | None:
         )
     if name in _DEBIAN:
         return DriverPackage(name, name, _DEBIAN[name], open="open" in name)
-    if name in TOOLS:
+    if name in _TOOLS:
         return DriverPackage(name, name, TOOL)
     found = _UBUNTU_NAME.match(name)
     if found is None:

@@ -218,9 +218,10 @@ class Runfile(DriverSource):
         return []
 
     def stage(self, plan: PackagePlan) -> Staged:
-        if plan.empty or self.file is None:
+        file = next((f for f in (self.file, self.previous) if f and file_version(f.name) == plan.target), None)
+        if plan.empty or file is None:
             return read_manifest(staging_directory(self.state_dir, plan.target))
-        return self._keep(self.file, plan.target)
+        return self._keep(file, plan.target)
 
     def save_builds(self, snapshot: Snapshot) -> tuple[Staged, list[Finding]]:
         previous = self._previous(snapshot.version)

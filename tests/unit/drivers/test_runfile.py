@@ -135,7 +135,7 @@ def test_a_pkg_10_the_old_one_goes_by_its_own_means_and_comes_back(machine):
     result = call(machine, install.install, target, "auto", file=file, checksum=checksum, previous=previous)
     assert result.changed and machine.done == ["uninstall", f"install {NEW}"]
     assert not call(machine, install.install, target, "auto", file=file, checksum=checksum).changed
-    assert call(machine, install.restore).after == {"NVIDIA-Linux": OLD}
+    assert call(machine, install.restore, file=file, checksum=checksum).after == {"NVIDIA-Linux": OLD}
     assert machine.done[2:] == ["uninstall", f"install {OLD}"]
 
 
