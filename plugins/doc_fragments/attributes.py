@@ -42,3 +42,13 @@ attributes:
     membership:
       - gpufleet.driver.fleet
 """
+
+    NODE = r"""
+options: {}
+attributes:
+  action_group:
+    description: Use C(group/gpufleet.driver.node) in C(module_defaults) to set defaults for this module.
+    support: full
+    membership:
+      - gpufleet.driver.node
+"""

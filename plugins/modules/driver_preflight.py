@@ -18,7 +18,7 @@ author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
   - gpufleet.driver.attributes.info
-  - gpufleet.driver.attributes.fleet
+  - gpufleet.driver.attributes.node
   - gpufleet.driver.node
   - gpufleet.driver.driver_source
 options:

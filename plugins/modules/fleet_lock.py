@@ -16,7 +16,7 @@ description:
 author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
-  - gpufleet.driver.attributes.fleet
+  - gpufleet.driver.attributes.node
 attributes:
   check_mode:
     support: full

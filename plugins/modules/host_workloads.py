@@ -19,7 +19,7 @@ description:
 author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
-  - gpufleet.driver.attributes.fleet
+  - gpufleet.driver.attributes.node
   - gpufleet.driver.node
 attributes:
   check_mode:

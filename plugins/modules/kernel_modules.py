@@ -21,7 +21,7 @@ description:
   - What was loaded is kept in the node's journal, so that O(state=loaded) brings the same set back.
 extends_documentation_fragment:
   - gpufleet.driver.attributes
-  - gpufleet.driver.attributes.fleet
+  - gpufleet.driver.attributes.node
   - gpufleet.driver.node
 attributes:
   check_mode:

@@ -21,7 +21,6 @@ description:
 extends_documentation_fragment:
   - gpufleet.driver.attributes
   - gpufleet.driver.attributes.info
-  - gpufleet.driver.attributes.fleet
 options:
   timeout:
     description:

@@ -16,7 +16,6 @@ description:
 author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
-  - gpufleet.driver.attributes.fleet
   - gpufleet.driver.planning
 attributes:
   check_mode:

@@ -65,7 +65,17 @@ class Fleet:
     def sh(self, node: str, script: str, check: bool = True) -> str:
         """Standard output of a shell script run as root on a machine."""
         done = subprocess.run(
-            [str(TOP / "tests/lab" / self.kind / "lab"), "exec", "--state", str(self.state), node, "--", script],
+            [
+                str(TOP / "tests/lab" / self.kind / "lab"),
+                "exec",
+                "--state",
+                str(self.state),
+                node,
+                "--",
+                "bash",
+                "-c",
+                script,
+            ],
             capture_output=True,
             text=True,
             timeout=300,
@@ -97,6 +107,7 @@ class Fleet:
     def environment(self) -> dict[str, str]:
         return {
             **os.environ,
+            "PATH": f"{TOP}/.build/venv/bin:{os.environ['PATH']}",
             "ANSIBLE_COLLECTIONS_PATH": str(TOP / ".build"),
             "ANSIBLE_HOME": str(TOP / ".build/ansible"),
             "ANSIBLE_NOCOLOR": "1",

@@ -48,3 +48,12 @@ def test_every_node_module_is_routed_to_the_action_that_makes_a_lost_node_a_fail
     controller = {"upgrade_gate", "upgrade_plan", "upgrade_forecast", "workload_placement", "node_cordon"}
     modules = {path.stem for path in (TOP / "plugins/modules").glob("*.py")}
     assert routed == modules - controller
+
+
+def test_action_groups_are_what_the_modules_say() -> None:
+    groups = load(TOP / "meta/runtime.yml")["action_groups"]
+    said: dict[str, set[str]] = {"fleet": set(), "node": set()}
+    for path in (TOP / "plugins/modules").glob("*.py"):
+        for group in re.findall(r"^  - gpufleet\.driver\.attributes\.(fleet|node)$", path.read_text(), re.MULTILINE):
+            said[group].add(path.stem)
+    assert {name: set(members) for name, members in groups.items()} == said
