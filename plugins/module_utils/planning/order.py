@@ -32,6 +32,8 @@ _VARIANTS = 24
 _KICKS = (1, 40)
 """Disturbances from which a search starts again: of each first arrangement, and of the best one."""
 _EFFORT = 400
+_WORTHWHILE = 40
+"""Trials a search may make at most, and those without which it is not begun: the larger the fleet, the fewer."""
 
 
 Use = tuple[str, Optional[str]]
@@ -374,12 +376,12 @@ def arrange(model: Model) -> tuple[list[list[int]], Played, bool]:
         unused = frozenset(node for group in held for node in group.nodes)
         used = [group for group in groups if group not in held]
         starts = [_arranged(model, used, first, uses, 1.0)]
-        if effort >= 4:
+        if effort >= _WORTHWHILE:
             starts += [_arranged(model, used, first, uses, late) for late in (0.0, inf)]
             starts.append(_by_end(model, used, first, uses))
         for bins in starts:
             hints: dict[int, Hint] = {}
-            if effort > 4:
+            if effort >= _WORTHWHILE:
                 search.climb(bins, unused, effort, hints, _KICKS[0] if small else 0)
             begin = len(bins.batches)
             for group in held:
@@ -449,10 +451,13 @@ class _Search:
                 known[name] = _key(play(self.model, batches, unused, hints))
             return known[name]
 
+        def spent() -> bool:
+            return len(known) >= effort
+
         def descend() -> tuple[float, float]:
             key = tried()
-            while len(known) < effort:
-                found = self._step(bins, tried, key) or self._hint(hints, tried, key)
+            while not spent():
+                found = self._step(bins, tried, spent, key) or self._hint(hints, tried, spent, key)
                 if found is None:
                     break
                 key = found
@@ -461,7 +466,7 @@ class _Search:
         best = descend()
         dice = random.Random(1)  # noqa: S311 - any fixed sequence will do, and the same input must give the same plan
         for _ in range(kicks):
-            if len(known) >= effort:
+            if spent():
                 break
             kept, kept_hints = bins.contents(), dict(hints)
             for _ in range(2):
@@ -484,7 +489,9 @@ class _Search:
             index, hint = possible[chosen - len(changes)]
             hints[index] = hint
 
-    def _step(self, bins: Bins, tried: _Trial, best: tuple[float, float]) -> tuple[float, float] | None:
+    def _step(
+        self, bins: Bins, tried: _Trial, spent: Callable[[], bool], best: tuple[float, float]
+    ) -> tuple[float, float] | None:
         for change in _neighbours(bins, self._fixed_nodes):
             undo = _apply(bins, change)
             if undo is None:
@@ -494,9 +501,13 @@ class _Search:
                 return key
             for number, group, sign in undo:
                 (bins.add if sign > 0 else bins.remove)(number, group)
+            if spent():
+                break
         return None
 
-    def _hint(self, hints: dict[int, Hint], tried: _Trial, best: tuple[float, float]) -> tuple[float, float] | None:
+    def _hint(
+        self, hints: dict[int, Hint], tried: _Trial, spent: Callable[[], bool], best: tuple[float, float]
+    ) -> tuple[float, float] | None:
         for index, hint in _hints(self.model):
             before = hints.pop(index, None)
             if hint != before:
@@ -507,6 +518,8 @@ class _Search:
             hints.pop(index, None)
             if before is not None:
                 hints[index] = before
+            if spent():
+                break
         return None
 
 

@@ -137,6 +137,7 @@ class Rooms:
         self._own = bytearray(len(nodes))
         self._open = bytearray(len(nodes))
         self._at: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._classes_at: dict[int, list[int]] = {}
         self._index: dict[tuple[int, int], dict[str, dict[int, list[int]]]] = {}
         self._hopeless: dict[object, int] = {}
         self._version = 0
@@ -145,6 +146,8 @@ class Rooms:
         for index in indexes:
             self._open[index] = 1
             where = (self._classes.of[index], self.position[index])
+            if where not in self._at:
+                self._classes_at.setdefault(where[1], []).append(where[0])
             self._at[where].append(index)
             self._index.pop(where, None)
         self._version += 1
@@ -292,8 +295,8 @@ class Rooms:
         least = _bucket(primary, need.get(primary, 0))
         for position in positions:
             best: tuple[int, int] | None = None
-            for number in fitting:
-                if (number, position) not in self._at:
+            for number in self._classes_at.get(position, ()):
+                if number not in fitting:
                     continue
                 found = self._tightest(need, primary, least, number, position, only)
                 if found is not None and (best is None or found < best):
@@ -311,9 +314,12 @@ class Rooms:
         position: int,
         only: Callable[[int], bool] | None,
     ) -> tuple[int, int] | None:
-        buckets = self._index.get((number, position), {}).get(primary)
+        indexed = self._index.get((number, position))
+        buckets = indexed.get(primary) if indexed is not None else None
         if buckets is None:
             buckets = self._indexed(number, position, primary)
+        if not buckets or max(buckets) < least:
+            return None
         free, is_open = self.free, self._open
         for amount in sorted(size for size in buckets if size >= least):
             heap = buckets[amount]

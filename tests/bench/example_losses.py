@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""GPU-hours that the example fleets lose with a plan and in other ways. Used by the benchmarks lost_vs_*."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning import forecast, options, plan
+
+FLEETS = Path(__file__).parents[2] / "examples" / "fleets"
+AIM = 0.1
+FEW = 0.1
+"""The aim holds for fleets of which at most this share of the work can neither be saved nor finish in time."""
+
+
+def line(bench: str, way: str) -> dict[str, Any]:
+    """Loss over the peer's on each example that can be upgraded, and on those the aim holds for together."""
+    policies = json.loads((FLEETS / "policies.json").read_text())
+    fleets = {}
+    for name, given in policies.items():
+        policy = options.policy_of({key: spec.get("default") for key, spec in options.ARGUMENTS.items()} | given)
+        snapshot = fleet.read(str(FLEETS / f"{name}.json"))
+        made = plan.make(snapshot, policy)
+        if made.impossible:
+            continue
+        ours = forecast.forecast(snapshot, policy, made).lost / 3600
+        peer = forecast.forecast_peer(way, snapshot, policy, made).lost / 3600
+        fleets[name] = {
+            "ratio": round(ours / peer, 3) if peer else None,
+            "ours": round(ours, 1),
+            "peer": round(peer, 1),
+            "cold_share": round(_cold_share(snapshot, made), 3),
+        }
+    counted = [each for each in fleets.values() if each["cold_share"] <= FEW]
+    ours, peer = (sum(each[side] for each in counted) for side in ("ours", "peer"))
+    return {
+        "bench": bench,
+        "ratio": round(ours / peer, 3) if peer else None,
+        "ours": round(ours, 1),
+        "peer": round(peer, 1),
+        "unit": "GPU-hours lost on the fleets of which at most a tenth starts cold",
+        "aim": AIM,
+        "peer_is": way,
+        "fleets": fleets,
+    }
+
+
+def _cold_share(snapshot: fleet.Snapshot, made: plan.Plan) -> float:
+    """The share of GPUs in use whose work starts cold in the plan."""
+    gpus = {work.name: work.gpus for work in snapshot.workloads}
+    cold = {fate.workload for batch in made.batches for fate in batch.fates if fate.fate == "cold_start"}
+    return sum(gpus[name] for name in cold) / sum(gpus.values())
