@@ -25,10 +25,10 @@ bench: setup ## Run all benchmarks, or one with NAME=holders_vs_lsof
 	@tests/bench/run $(NAME)
 
 lab-hosts: setup ## Start a lab of containers (NODES=3) and print its inventory
-	@tests/lab/hosts/lab up --nodes $(NODES) --state $(LAB)/hosts
+	@tests/lab/hosts/lab up --nodes $(NODES) --state $(LAB)/hosts --workload && echo "lab: stop it with: make lab-stop"
 
 lab-metal: setup ## Start a lab of virtual machines (NODES=3) and print its inventory
-	@tests/lab/metal/lab up --nodes $(NODES) --state $(LAB)/metal
+	@tests/lab/metal/lab up --nodes $(NODES) --state $(LAB)/metal && echo "lab: stop it with: make lab-stop"
 
 lab-stop: ## Stop both labs
 	@for lab in hosts metal; do [ ! -d $(LAB)/$$lab ] || tests/lab/$$lab/lab down --state $(LAB)/$$lab; done
