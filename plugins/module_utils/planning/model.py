@@ -9,6 +9,7 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
 
 from ..fleet import MOVE, RESTART, WAIT, Node, Resources, Snapshot, Workload, gpus_of
@@ -168,6 +169,7 @@ def skip_reason(node: Node, policy: Policy) -> str | None:
     return None
 
 
+@lru_cache(maxsize=1024)
 def same_version(text: str | None, version: str) -> bool:
     """Whether two driver versions are equal; texts that are no driver versions are compared as they are."""
     if text is None or text == version:

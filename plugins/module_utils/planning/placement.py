@@ -4,7 +4,7 @@
 """Where workloads land: on nodes whose facts match, with room for every resource, gangs all or none.
 
 Among the nodes that fit, those upgraded last come first (a moved workload then moves once), then the tightest fit,
-then the order of the snapshot. The outcome depends on nothing else.
+then the class of node and the node that come first in the snapshot. The outcome depends on nothing else.
 
 Private to this collection: may change in any release.
 """
@@ -301,6 +301,8 @@ class Rooms:
                 found = self._tightest(need, primary, least, number, position, only)
                 if found is not None and (best is None or found < best):
                     best = found
+                    if found[0] == least:
+                        break
             if best is not None:
                 return best[1]
         return None
@@ -318,11 +320,13 @@ class Rooms:
         buckets = indexed.get(primary) if indexed is not None else None
         if buckets is None:
             buckets = self._indexed(number, position, primary)
-        if not buckets or max(buckets) < least:
+        if not buckets:
             return None
         free, is_open = self.free, self._open
-        for amount in sorted(size for size in buckets if size >= least):
-            heap = buckets[amount]
+        for amount in range(least, max(buckets) + 1):
+            heap = buckets.get(amount)
+            if heap is None:
+                continue
             while heap and not (is_open[heap[0]] and _bucket(primary, free[heap[0]].get(primary, 0)) == amount):
                 heappop(heap)
             if not heap:

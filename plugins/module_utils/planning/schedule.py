@@ -97,6 +97,7 @@ class _Walk:
         self.came: dict[int, list[int]] = {}
         self.ending = [(end, index) for index, end in enumerate(self.end) if end < inf]
         heapify(self.ending)
+        self.kept_classes = frozenset(model.classes.of[index] for index in model.kept)
         self.played = Played()
 
     def run(self) -> Played:
@@ -207,36 +208,40 @@ class _Walk:
         back = (self.where[index], self.end[index], self.moved[index])
         in_place = item.cold + item.gpus * self.model.swap if item.restartable else BLOCKED_LOSS
         cold = item.cold if item.restartable else BLOCKED_LOSS
-        tried = None
-        if item.movable and not self.moved[index] and item.restorable:
-            pause = item.gpus * item.pause
-            stays = item.pause + self.end[index] - now
-            best = pause if stays <= self._time_until(self.last - 1, number) or self._kept(item) else pause + cold
-            if (
-                self.hints.get(index) not in (None, WAIT)
-                or best < cold
-                or (best < in_place and not self._cold_room(item, number))
-            ):
-                tried = self._move(index, item, number, now, in_place, cold)
-        if tried is not None:
-            return (*tried, back)
+        best = self._best_move(index, item, number, now, cold)
+        if best < cold or self.hints.get(index) not in (None, WAIT):
+            tried = self._move(index, item, number, now, cold, in_place)
+            if tried is not None:
+                return (*tried, back)
+        if item.restartable and self._start_elsewhere(index, item, number):
+            self.end[index] = inf
+            fate = Fate(index, number, COLD, cold, self.where[index], "starts on an upgraded node")
+            return fate, cold, back
+        if cold <= best < in_place:
+            tried = self._move(index, item, number, now, in_place, in_place)
+            if tried is not None:
+                return (*tried, back)
         if item.restartable:
-            if self._start_elsewhere(index, item, number):
-                self.end[index] = inf
-                fate = Fate(index, number, COLD, item.cold, self.where[index], "starts on an upgraded node")
-                return fate, fate.lost, back
             self.end[index] = inf
             fate = Fate(index, number, COLD, in_place, self.where[index], "starts again when its own node is back")
-            return fate, fate.lost, back
+            return fate, in_place, back
         return Fate(index, number, BLOCKED, BLOCKED_LOSS), BLOCKED_LOSS, back
+
+    def _best_move(self, index: int, item: Item, number: int, now: float, cold: float) -> float:
+        """What a move would lose at best, to the end; ``inf`` if it cannot be."""
+        if not item.movable or self.moved[index] or not item.restorable:
+            return inf
+        pause = item.gpus * item.pause
+        until_last = self._time_until(self.last - 1, number)
+        ends = item.pause + self.end[index] - now <= until_last
+        return pause if ends or self._kept(item) else pause + cold
 
     def _time_until(self, position: int, number: int) -> float:
         """Seconds from the start of batch ``number`` to that of the batch at ``position``, at the earliest."""
         return inf if position >= self.last else (position - number) * self.model.slot
 
     def _kept(self, item: Item) -> bool:
-        of = self.model.classes.of
-        return any(of[index] in item.restorable for index in self.model.kept)
+        return not self.kept_classes.isdisjoint(item.restorable)
 
     def _cold_room(self, item: Item, number: int) -> bool:
         found = self.rooms.place(item.needs, item.startable, self._before(number), together=item.workload.together)
@@ -249,9 +254,11 @@ class _Walk:
         return range(number - 1, -2, -1)
 
     def _move(
-        self, index: int, item: Item, number: int, now: float, in_place: float, cold: float
+        self, index: int, item: Item, number: int, now: float, limit: float, in_place: float
     ) -> tuple[Fate, float] | None:
+        """Move it to the latest node that has room, unless that loses ``limit`` or more and there is a better way."""
         hint = self.hints.get(index)
+        cold = item.cold if item.restartable else BLOCKED_LOSS
         found = None
         if isinstance(hint, tuple) and all(self.position[node] > number for node in hint):
             found = self.rooms.claim(hint, item.needs, item.restorable)
@@ -270,7 +277,7 @@ class _Walk:
         lost = pause if outlives <= 0 else pause + cold
         if outlives > 0 and not item.restartable and item.waitable and outlives <= self.model.policy.max_wait:
             lost = pause
-        if hint in (None, WAIT) and (lost >= in_place or (lost >= cold and self._cold_room(item, number))):
+        if hint in (None, WAIT) and lost >= limit and (lost >= in_place or self._cold_room(item, number)):
             self.rooms.put_back(found, item.needs)
             return None
         self._leave(index)
