@@ -12,7 +12,8 @@ description:
   - Decides which nodes are upgraded, in which batches and in which order, which are left out and why, and what happens
     to every workload on them. It moves to a node upgraded later whose driver and everything else match
     (V(move)), is waited for (V(wait)), starts again on an upgraded node (V(cold_start)), or is not disturbed (V(stay)).
-  - Runs on the controller, reads nothing but its options and changes nothing. The same options give the same plan.
+  - Runs on the controller, reads nothing but its options and writes nothing but O(dest). The same options give the same
+    plan.
   - Fails if no node that wants the upgrade can have it, with the reason for each.
 author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
@@ -22,8 +23,8 @@ attributes:
   check_mode:
     support: full
   diff_mode:
-    support: N/A
-    details: This module changes nothing.
+    support: none
+    details: RV(table) and RV(review) say what there is to see.
   idempotent:
     support: full
 options:

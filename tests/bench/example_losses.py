@@ -19,7 +19,7 @@ FEW = 0.1
 """The aim holds for fleets of which at most this share of the work can neither be saved nor finish in time."""
 
 
-def line(bench: str, way: str) -> dict[str, Any]:
+def line(way: str) -> dict[str, Any]:
     """Loss over the peer's on each example that can be upgraded, and on those the aim holds for together."""
     policies = json.loads((FLEETS / "policies.json").read_text())
     fleets = {}
@@ -40,7 +40,6 @@ def line(bench: str, way: str) -> dict[str, Any]:
     counted = [each for each in fleets.values() if each["cold_share"] <= FEW]
     ours, peer = (sum(each[side] for each in counted) for side in ("ours", "peer"))
     return {
-        "bench": bench,
         "ratio": round(ours / peer, 3) if peer else None,
         "ours": round(ours, 1),
         "peer": round(peer, 1),

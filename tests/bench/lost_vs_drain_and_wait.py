@@ -11,4 +11,4 @@ import json
 import example_losses
 
 if __name__ == "__main__":
-    print(json.dumps(example_losses.line("lost_vs_drain_and_wait", "drain_and_wait")))
+    print(json.dumps({"bench": "lost_vs_drain_and_wait", **example_losses.line("drain_and_wait")}))

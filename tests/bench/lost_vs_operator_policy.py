@@ -11,4 +11,4 @@ import json
 import example_losses
 
 if __name__ == "__main__":
-    print(json.dumps(example_losses.line("lost_vs_operator_policy", "operator")))
+    print(json.dumps({"bench": "lost_vs_operator_policy", **example_losses.line("operator")}))
