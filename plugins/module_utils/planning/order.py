@@ -45,17 +45,25 @@ class Group:
 
     def __init__(self, model: Model, nodes: Sequence[int], limits: Mapping[Use, float]) -> None:
         self.nodes = tuple(nodes)
-        self.items = tuple(dict.fromkeys(item for node in nodes for item in model.residents[node]))
+        self.items = tuple(model.residents[nodes[0]])
+        if len(nodes) > 1:
+            self.items = tuple(dict.fromkeys(item for node in nodes for item in model.residents[node]))
         self.gpu_models = {model.nodes[node].gpu_model for node in nodes}
         self.free = sum(model.nodes[node].free.get("gpu", 0) for node in nodes)
         self.cost = sum(_early_cost(model, item) for item in self.items)
         self.unfinished = any(model.nodes[node].unfinished for node in nodes)
-        uses: Counter[Use] = Counter()
-        for node in nodes:
-            uses["gpus", model.nodes[node].gpu_model] += model.nodes[node].gpus
-            uses.update(model.nodes[node].domains.items())
-        uses.update(("budget", name) for item in self.items for name in model.items[item].workload.budgets)
-        self.uses = {use: amount for use, amount in uses.items() if use in limits}
+        self.uses: dict[Use, int] = {}
+        for node in nodes if limits else ():
+            self._use(("gpus", model.nodes[node].gpu_model), model.nodes[node].gpus, limits)
+            for domain in model.nodes[node].domains.items():
+                self._use(domain, 1, limits)
+        for item in self.items:
+            for name in model.items[item].workload.budgets:
+                self._use(("budget", name), 1, limits)
+
+    def _use(self, use: Use, amount: int, limits: Mapping[Use, float]) -> None:
+        if use in limits:
+            self.uses[use] = self.uses.get(use, 0) + amount
 
 
 def use_limits(model: Model) -> dict[Use, float]:
