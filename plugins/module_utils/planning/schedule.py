@@ -113,7 +113,8 @@ class _Walk:
             now += wait + model.slot
             for index in batch:
                 self.position[index] = number
-            self.rooms.open(batch if not self.unused else [index for index in batch if index not in self.unused])
+            back = [n for n in batch if model.nodes[n].schedulable or model.nodes[n].unfinished]
+            self.rooms.open(index for index in back if index not in self.unused)
         played.finish = now
         played.lost = played.idle
         for fate in played.fates:

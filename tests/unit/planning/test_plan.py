@@ -167,6 +167,12 @@ def test_cheap_work_starts_cold_on_an_upgraded_node() -> None:
     assert (fate(made, "w").fate, fate(made, "w").to) == ("cold_start", ("n0",))
 
 
+def test_nothing_starts_on_a_node_kept_out_of_service() -> None:
+    nodes = (node("n0", schedulable=False), node("n1", free={"gpu": 0}))
+    made = plan.make(Snapshot(nodes, (workload("w", "n1", gpus=8, start_cost=5.0),)), Policy(NEW, batch_size=(1,)))
+    assert fate(made, "w").to == ("n1",)
+
+
 def test_work_that_ends_soon_is_waited_for() -> None:
     nodes = (node("n0", free={"gpu": 0}),)
     made = plan.make(Snapshot(nodes, (workload("w", "n0", gpus=8, remaining=100.0, at_risk=900.0),)), Policy(NEW))
