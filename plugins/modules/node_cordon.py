@@ -11,7 +11,7 @@ short_description: Take nodes out of service, and put back only those we took ou
 description:
   - Takes nodes out of service for new work and leaves a mark that says which run did it. Puts back only marked nodes,
     so a node that was out of service before the upgrade stays so after it.
-  - One call does many nodes, concurrently. A node that cannot be dealt with fails in its own result, RV(results), and
+  - One call does many nodes, concurrently. A node that cannot be dealt with fails in its own result, RV(nodes), and
     does not fail the module. Check RV(failed_nodes) or each node's C(failed).
   - With O(scheduler=hosts), the marks are kept in the file C(cordons.json) on the machine where the module runs. The
     roles of this collection keep the same in the journal of each node and give it as O(ours), so that any controller
@@ -99,12 +99,12 @@ EXAMPLES = r"""
 
 - name: Go on only with nodes that are out of service
   ansible.builtin.fail:
-    msg: "{{ cordon.results[inventory_hostname].msg }}"
-  when: cordon.results[inventory_hostname].failed
+    msg: "{{ cordon.nodes[inventory_hostname].msg }}"
+  when: cordon.nodes[inventory_hostname].failed
 """
 
 RETURN = r"""
-results:
+nodes:
   description: What became of each node, by name.
   type: dict
   returned: always
@@ -188,7 +188,7 @@ def main() -> None:
         module.fail_json(msg=str(exc))
     module.exit_json(
         changed=any(result.changed for result in results.values()),
-        results={node: result.as_dict() for node, result in results.items()},
+        nodes={node: result.as_dict() for node, result in results.items()},
         failed_nodes=[node for node, result in results.items() if result.failed],
         foreign_nodes=[node for node, r in results.items() if r.after and r.after.cordoned and not r.after.ours],
         diff={
