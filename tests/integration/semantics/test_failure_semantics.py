@@ -10,6 +10,7 @@ that a part here has become needless.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -131,3 +132,61 @@ def test_a_node_lost_during_one_of_our_modules_is_rescued(play: Callable) -> Non
 """
     played = play(head() + rescue, *UNREACHABLE_NODE)
     assert "rescued it, lost is True" in played.output and "unreachable=0" in played.output
+
+
+def service_roles(tmp_path: Path, damaged: str) -> tuple[str, Path]:
+    """Plays of the roles cordon and uncordon with a made load balancer; ``damaged`` is the role before which the
+    journal of host b is damaged. Also the directory that holds a file for each node in service."""
+    service = tmp_path / "in-service"
+    service.mkdir()
+    for name in ("a", "b"):
+        (service / name).touch()
+    script = tmp_path / "lb"
+    script.write_text(
+        f'#!/bin/sh\ncd {service}; case $1 in drain) rm "$2";; enable) touch "$2";; state) test -e "$2";; esac\n'
+    )
+    script.chmod(0o700)
+    text = f"""
+- hosts: a,b
+  gather_facts: false
+  vars:
+    gpu_run_id: first
+    gpu_driver_version: 550.90.07
+    gpu_state_dir: "{tmp_path}/{{{{ inventory_hostname }}}}"
+    gpu_cordon_state_dir: "{tmp_path}/marks"
+    gpu_cordon_command: [{script}, drain, "{{node}}"]
+    gpu_uncordon_command: [{script}, enable, "{{node}}"]
+    gpu_cordon_state_command: [{script}, state, "{{node}}"]
+  tasks:
+"""
+    for role in ("cordon", "uncordon"):
+        if role == damaged:
+            text += f"""
+    - when: inventory_hostname == 'b'
+      block:
+        - {{ansible.builtin.file: {{path: "{tmp_path}/b", state: directory}}}}
+        - {{ansible.builtin.copy: {{content: "{{", dest: "{tmp_path}/b/journal.json"}}}}
+"""
+        text += f"""
+    - block:
+        - ansible.builtin.import_role: {{name: gpufleet.driver.{role}}}
+      rescue:
+        - {{ansible.builtin.set_fact: {{gpu_outcome: {{name: quarantined}}}}}}
+    - {{ansible.builtin.fail: , when: "(gpu_outcome | default({{}})).name | default('') == 'quarantined'"}}
+"""
+        if damaged == "cordon":
+            break
+    return text, service
+
+
+def test_a_node_whose_journal_could_not_be_begun_stays_in_service(play: Callable, tmp_path: Path) -> None:
+    """The task that tells the load balancer runs once for the batch, and before the rescue of any node."""
+    text, service = service_roles(tmp_path, damaged="cordon")
+    assert "is damaged" in play(text).output
+    assert [path.name for path in service.iterdir()] == ["b"]
+
+
+def test_a_node_whose_work_could_not_be_started_stays_out_of_service(play: Callable, tmp_path: Path) -> None:
+    text, service = service_roles(tmp_path, damaged="uncordon")
+    assert "is damaged" in play(text).output
+    assert [path.name for path in service.iterdir()] == ["a"]
