@@ -195,7 +195,10 @@ def mixed_mig() -> dict[str, Any]:
         "a100": facts(gpu_sku="20b2-147f", kernel="5.15.0-130-generic"),
         "a100-mig": facts(gpu_sku="20b2-147f", kernel="5.15.0-130-generic", mig="1g.10gb"),
     }
-    queue = {hopper: {"gpus": 24, "duration": 5400, "shortest": 600}, ampere: {"gpus": 8, "duration": 5400, "shortest": 600}}
+    queue = {
+        hopper: {"gpus": 24, "duration": 5400, "shortest": 600},
+        ampere: {"gpus": 8, "duration": 5400, "shortest": 600},
+    }
     return snapshot(nodes, works, keys=keys, queue=queue)
 
 

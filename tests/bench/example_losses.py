@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import forecast, options, plan
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Policy
 
 FLEETS = Path(__file__).parents[2] / "examples" / "fleets"
 AIM = 0.1
@@ -21,10 +23,9 @@ FEW = 0.1
 
 def line(way: str) -> dict[str, Any]:
     """Loss over the peer's on each example that can be upgraded, and on those the aim holds for together."""
-    policies = json.loads((FLEETS / "policies.json").read_text())
     fleets = {}
-    for name, given in policies.items():
-        policy = options.policy_of({key: spec.get("default") for key, spec in options.ARGUMENTS.items()} | given)
+    for name in sorted(path.stem for path in FLEETS.glob("*.json")):
+        policy = policy_of(name)
         snapshot = fleet.read(str(FLEETS / f"{name}.json"))
         made = plan.make(snapshot, policy)
         if made.impossible:
@@ -48,6 +49,14 @@ def line(way: str) -> dict[str, Any]:
         "peer_is": way,
         "fleets": fleets,
     }
+
+
+def policy_of(name: str) -> Policy:
+    """The policy beside an example fleet: variables of the role plan, each an option of upgrade_plan."""
+    given = yaml.safe_load((FLEETS / f"{name}.yml").read_text())
+    values = {key: spec.get("default") for key, spec in options.ARGUMENTS.items()}
+    values.update((key[len("gpu_") :].replace("driver_version", "version"), value) for key, value in given.items())
+    return options.policy_of(values)
 
 
 def _cold_share(snapshot: fleet.Snapshot, made: plan.Plan) -> float:

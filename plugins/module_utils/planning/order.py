@@ -22,7 +22,7 @@ from typing import Callable, Optional
 
 from ..fleet import Demand
 from .model import Model
-from .policy import BadPolicy, batch_limits
+from .policy import BadPolicy, batch_limits, most_down
 from .schedule import MOVE, NEAR, WAIT, Hint, Played, play
 
 _SMALL = 10
@@ -99,9 +99,10 @@ class Bins:
         out = sum(not node.schedulable and node.gpus > 0 for n, node in enumerate(model.nodes) if n not in moving)
         self.limits = batch_limits(policy, len(moving), out)
         fresh = sum(len(group.nodes) for group in first if not group.unfinished)
-        if policy.max_unavailable is not None and fresh > max(self.limits):
+        allowed = most_down(policy, len(moving), out)
+        if fresh > allowed:
             raise BadPolicy(
-                f"the canary batch has {fresh} nodes and max_unavailable allows {max(self.limits)} down: "
+                f"the canary batch has {fresh} nodes and max_unavailable allows {allowed} down: "
                 "choose fewer canaries or raise max_unavailable"
             )
         self.use_limits = uses

@@ -137,22 +137,30 @@ def count(size: Size, total: int, what: str) -> int:
     raise BadPolicy(f"{what} {size!r} is neither a number of nodes of 1 or more nor a percentage such as 25%")
 
 
-def batch_limits(policy: Policy, total: int, unavailable: int) -> Sequence[int]:
-    """The largest size of each batch after the canary; the last one repeats.
+def most_down(policy: Policy, total: int, unavailable: int) -> int:
+    """Nodes out of ``total`` that may be taken down at once.
 
     ``unavailable`` nodes are out of service before the upgrade begins and use up ``max_unavailable``.
 
     :raises BadPolicy: if no node may be taken down.
     """
-    most = total
-    if policy.max_unavailable is not None:
-        allowed = count(policy.max_unavailable, total, "max_unavailable")
-        most = allowed - unavailable
-        if most < 1:
-            raise BadPolicy(
-                f"max_unavailable allows {allowed} nodes down and {unavailable} are already out of service: "
-                "return some of them to service, or raise max_unavailable"
-            )
+    if policy.max_unavailable is None:
+        return total
+    allowed = count(policy.max_unavailable, total, "max_unavailable")
+    if allowed <= unavailable:
+        raise BadPolicy(
+            f"max_unavailable allows {allowed} nodes down and {unavailable} are already out of service: "
+            "return some of them to service, or raise max_unavailable"
+        )
+    return allowed - unavailable
+
+
+def batch_limits(policy: Policy, total: int, unavailable: int) -> Sequence[int]:
+    """The largest size of each batch after the canary; the last one repeats.
+
+    :raises BadPolicy: if no node may be taken down, or a size is none.
+    """
+    most = most_down(policy, total, unavailable)
     sizes = [count(size, total, "batch_size") for size in policy.batch_size]
     if not sizes:
         raise BadPolicy("batch_size is an empty list")

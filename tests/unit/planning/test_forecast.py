@@ -3,12 +3,12 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import forecast, options, plan, table
@@ -17,13 +17,19 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy im
 from .fleets import NEW, OLD, node, small_fleet, workload
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "fleets"
-POLICIES: dict[str, dict[str, Any]] = json.loads((EXAMPLES / "policies.json").read_text())
+POLICIES: dict[str, dict[str, Any]] = {
+    path.stem: yaml.safe_load(path.read_text()) for path in sorted(EXAMPLES.glob("*.yml"))
+}
+"""Variables of the role plan, each an option of upgrade_plan, by example."""
 STEADY = forecast.Chances(runs=1, ends=0.0, swap=0.0)
 """One run without chance."""
 
 
 def example(name: str) -> tuple[fleet.Snapshot, Policy]:
-    given = {key: spec.get("default") for key, spec in options.ARGUMENTS.items()} | POLICIES[name]
+    given = {key: spec.get("default") for key, spec in options.ARGUMENTS.items()}
+    given.update(
+        (key[len("gpu_") :].replace("driver_version", "version"), value) for key, value in POLICIES[name].items()
+    )
     return fleet.read(str(EXAMPLES / f"{name}.json")), options.policy_of(given)
 
 
