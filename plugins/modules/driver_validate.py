@@ -39,7 +39,8 @@ options:
   since:
     description:
       - Only what the kernel has said from this time on counts, in Unix seconds.
-      - By default, from the beginning of the run in the journal, or from the last boot if there is none.
+      - By default, from the beginning of the run in the journal, or from the last boot if there is none. What an
+        earlier driver said about itself before M(gpufleet.driver.kernel_modules) loaded this one is then a warning.
     type: float
   checks:
     description: Which checks to make. V(compute) and V(performance) are always made with a O(baseline).
@@ -169,7 +170,7 @@ import time
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution, findings
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import facts, settings, validation
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import facts, module_state, settings, validation
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
 from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion
 
@@ -207,6 +208,7 @@ def main() -> None:
     since = p["since"]
     if since is None and journal.unfinished and journal.run:
         since = journal.run["begun"]
+    load = journal.last(module_state.LOAD) if journal.unfinished else None
     remembered = journal.before(settings.GPUS) or []
     verdict = validation.validate(
         execution.run,
@@ -215,6 +217,7 @@ def main() -> None:
             gpus=remembered if p["gpus"] is None else [{"uuid": uuid} for uuid in p["gpus"]],
             settings=journal.before(settings.SETTINGS),
             since=since,
+            loaded_at=load["at"] if load else None,
             services=p["services"],
             dcgm_level=p["dcgm_level"],
             command=p["command"],

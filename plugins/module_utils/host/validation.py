@@ -16,7 +16,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,16 @@ _FABRIC_PAUSE = 5.0
 class Wanted:
     """What to validate against; None or empty means that nothing is known, so that nothing is compared.
 
-    ``gpus`` and ``settings`` are what :mod:`settings` remembered; times in Unix seconds, ``timeout`` in seconds for
-    each probe and each wait; ``tolerance`` is a fraction.
+    ``gpus`` and ``settings`` are what :mod:`settings` remembered; ``since``, the start of what the kernel log is read
+    from, and ``loaded_at``, when the driver was last loaded, in Unix seconds; ``timeout`` in seconds for each probe and
+    each wait; ``tolerance`` is a fraction.
     """
 
     version: str | None = None
     gpus: Sequence[Mapping[str, Any]] = ()
     settings: Mapping[str, Any] | None = None
     since: float | None = None
+    loaded_at: float | None = None
     services: Sequence[str] = ()
     dcgm_level: int = 0
     command: Sequence[str] = ()
@@ -104,6 +106,7 @@ class Verdict:
         }
 
 
+_NOT_OF_A_DRIVER = ("health.xid", "health.off_bus", "driver.wedged")
 _HARDWARE_CHECKS = ("driver.wedged", "gpu.lost", "gpu.remap_failure", "gpu.off_bus", "health.off_bus")
 
 
@@ -270,14 +273,21 @@ def check_devices(majors: Mapping[str, int], minors: Iterable[int], dev: str = "
 # --- Health and memory ---------------------------------------------------------------------------------------------
 
 
-def check_health(found: Iterable[Finding]) -> list[Finding]:
-    """No trouble in the kernel log since the start. A library mismatch logged while packages were swapped is over."""
-    return [
-        Finding(finding.check, WARNING, finding.message, finding.evidence, finding.next)
-        if finding.check == "health.mismatch"
-        else finding
-        for finding in found
-    ]
+def check_health(found: Iterable[Finding], loaded_at: float | None = None) -> list[Finding]:
+    """No trouble in the kernel log since the start.
+
+    A library mismatch logged while packages were swapped is over. So is what an earlier driver said about itself
+    before ``loaded_at`` (Unix seconds), when the one under test was loaded; what a reload does not cure still counts.
+    """
+    return [replace(finding, level=WARNING) if _is_over(finding, loaded_at) else finding for finding in found]
+
+
+def _is_over(finding: Finding, loaded_at: float | None) -> bool:
+    if finding.level != ERROR or finding.check == "health.mismatch":
+        return finding.level == ERROR
+    last = finding.evidence.get("last")
+    of_the_driver = finding.evidence.get("class") == "driver" or finding.check not in _NOT_OF_A_DRIVER
+    return of_the_driver and last is not None and loaded_at is not None and last < loaded_at
 
 
 def check_memory(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -615,7 +625,7 @@ class _Validation:
         self._add("versions", lambda: check_versions(wanted.version, loaded.version if loaded else None, libraries))
         self._add("gpus", lambda: [*self._library(report), *check_gpus(wanted.gpus, now)])
         self._add("devices", lambda: self._devices(now))
-        self._add("health", lambda: check_health(facts.log_findings(events, source)))
+        self._add("health", lambda: check_health(facts.log_findings(events, source), wanted.loaded_at))
         self._add("memory", lambda: check_memory(wanted.gpus, now))
         around = companions.observe(self._run, wanted.timeout) if self._asked("companions", "fabric") else {}
         self._add("fabric", lambda: check_fabric(now, waited, "nvlsm" in around))

@@ -192,6 +192,22 @@ def test_a_mismatch_logged_during_the_swap_is_over() -> None:  # A-NVML-01
     assert finding.level == WARNING
 
 
+EARLIER = {
+    "failed-target-at-init": ("NVRM: GPU 0000:41:00.0: RmInitAdapter failed! (0x26:0x56:1482)", WARNING),
+    "failed-target-xid-143": ("NVRM: Xid (PCI:0000:41:00): 143, pid=1, x", WARNING),
+    "memory-error-stays": ("NVRM: Xid (PCI:0000:41:00): 95, pid=1, x", ERROR),
+    "off-the-bus-stays": ("NVRM: GPU 0000:41:00.0: GPU has fallen off the bus.", ERROR),
+}
+
+
+@pytest.mark.parametrize(("line", "level"), EARLIER.values(), ids=EARLIER)
+def test_what_an_earlier_driver_said_is_not_held_against_the_one_loaded_after_it(line: str, level: str) -> None:
+    found = health.findings(health.parse(f"1796000000.5 node1 kernel: {line}"))
+    assert [finding.level for finding in validation.check_health(found, 1796000001.0)] == [level]
+    assert [finding.level for finding in validation.check_health(found, 1796000000.0)] == [ERROR]
+    assert [finding.level for finding in validation.check_health(found)] == [ERROR]
+
+
 XIDS = {
     "A-XID-01-119-rollback": (119, "rollback"),
     "A-XID-03-64-quarantine": (64, "quarantine"),
