@@ -57,6 +57,8 @@ class Apt(DriverSource):
 
     def __init__(self, run: Runner = execute, root: str = "/", state_dir: str = STATE_DIR, **options: Any) -> None:
         super().__init__(run, root, state_dir, **options)
+        self._asked: dict[str, apt_text.Policy | None] = {}
+        self._simulated: dict[tuple[str, ...], Completed] = {}
 
     # reading
 
@@ -79,7 +81,7 @@ class Apt(DriverSource):
         ]
         members = sorted([row for row, _ in core.values()] + tools, key=lambda row: row.name)
         flavours = {parsed.flavour for _, parsed in core.values() if parsed.flavour}
-        automatic = set(self._query(["apt-mark", "showauto"]).split()) if members else set()
+        automatic = apt_text.automatic(read_text(self.root / "var/lib/apt/extended_states"), native)
         return Installed(
             source=APT,
             packages=tuple(Package(row.name, row.version, row.arch, row.state) for row in members),
@@ -251,7 +253,7 @@ class Apt(DriverSource):
                 "install the driver once by its own instructions",
             )
             return PackagePlan(APT, target.text, flavour, findings=(nothing,))
-        policies = self._policies(name for _, _, names in wanted.values() for name in names)
+        policies = self._policies([*wanted, *(name for _, _, names in wanted.values() for name in names)])
         staged = read_manifest(staging_directory(self.state_dir, target.text))
         builds: dict[str, Build] = {}
         findings: list[Finding] = []
@@ -467,7 +469,10 @@ class Apt(DriverSource):
 
     def _simulate(self, plan: PackagePlan, options: Sequence[str] = ()) -> Completed:
         options = ["--simulate", *options, *(["--allow-change-held-packages"] if plan.unhold else [])]
-        return self.run(self._install(plan, options), timeout=QUERY_SECONDS, env=_ENV)
+        argv = tuple(self._install(plan, options))
+        if argv not in self._simulated:
+            self._simulated[argv] = self.run(argv, timeout=QUERY_SECONDS, env=_ENV)
+        return self._simulated[argv]
 
     def _install(self, plan: PackagePlan, options: Sequence[str], offline: bool = False) -> list[str]:
         directory = staging_directory(self.state_dir, plan.target)
@@ -517,6 +522,7 @@ class Apt(DriverSource):
 
     def update(self) -> Finding | None:
         """Refresh the package lists; what failed is a warning, since yesterday's lists may do."""
+        self._changing()
         done = self.run(
             ["apt-get", "-o", f"DPkg::Lock::Timeout={self.lock_timeout:.0f}", "update"], timeout=600.0, env=_ENV
         )
@@ -527,7 +533,9 @@ class Apt(DriverSource):
         )
 
     def stage(self, plan: PackagePlan) -> Staged:
-        done = self._simulate(plan, ["--fix-broken"])
+        done = self._simulate(plan)
+        if not done.ok:
+            done = self._simulate(plan, ["--fix-broken"])
         if not done.ok:
             raise SourceError(f"apt refuses the transaction: {done.describe()}")
         incoming = {
@@ -591,16 +599,19 @@ class Apt(DriverSource):
     def apply(self, plan: PackagePlan, timeout: float, recovering: bool = False) -> None:
         options = ["--fix-broken"] if recovering else []
         argv = self._install(plan, options, offline=True)
+        self._changing()
         if plan.unhold:
             self._mark("unhold", plan.unhold)
         done = self.run(argv, timeout=timeout, env=_ENV)
         if not done.ok:
             self._mark_installed("hold", plan.unhold)
             raise SourceError(self._why(done, plan))
-        self._mark("auto", [build.name for build in plan.install if build.auto])
-        self._mark("manual", [build.name for build in plan.install if not build.auto])
-        self._mark("unhold", [build.name for build in plan.install if not build.held])
-        self._mark("hold", plan.hold)
+        reached = self.detect()
+        automatic, held = set(reached.automatic), set(reached.holds)
+        self._mark("auto", [build.name for build in plan.install if build.auto and build.name not in automatic])
+        self._mark("manual", [build.name for build in plan.install if not build.auto and build.name in automatic])
+        self._mark("unhold", [build.name for build in plan.install if not build.held and build.name in held])
+        self._mark("hold", [name for name in plan.hold if name not in held])
 
     def _mark(self, verb: str, names: Sequence[str]) -> None:
         if names:
@@ -627,6 +638,7 @@ class Apt(DriverSource):
         return [read_text(tree / module / version / "build/make.log") for module in ("nvidia", "nvidia-srv")]
 
     def recover(self, timeout: float) -> None:
+        self._changing()
         holder = self.busy()
         if holder:
             raise SourceError(
@@ -646,8 +658,18 @@ class Apt(DriverSource):
         return done.stdout
 
     def _policies(self, names: Iterable[str]) -> dict[str, apt_text.Policy]:
+        """What apt knows of ``names``. Asked once a name, since each time apt reads all its lists."""
         wanted = sorted(set(names))
-        return apt_text.policies(self._query(["apt-cache", "policy", *wanted])) if wanted else {}
+        new = [name for name in wanted if name not in self._asked]
+        if new:
+            answer = apt_text.policies(self._query(["apt-cache", "policy", *new]))
+            self._asked.update({name: answer.get(name) for name in new})
+        return {name: policy for name in wanted if (policy := self._asked[name])}
+
+    def _changing(self) -> None:
+        """What apt has said so far may be over."""
+        self._asked.clear()
+        self._simulated.clear()
 
     def _show(self, builds: Sequence[tuple[str, str | None]]) -> list[dict[str, str]]:
         if not builds:

@@ -117,6 +117,19 @@ def stanzas(text: str) -> list[dict[str, str]]:
     return found
 
 
+def automatic(text: str, native: str) -> set[str]:
+    """Packages that ``/var/lib/apt/extended_states`` says came as dependencies, named as in :class:`DpkgPackage`.
+
+    ``apt-mark showauto`` prints the same, but reads all package lists for it.
+    """
+    found = set()
+    for stanza in stanzas(text):
+        if stanza.get("Auto-Installed") == "1" and "Package" in stanza:
+            arch = stanza.get("Architecture", native)
+            found.add(stanza["Package"] if arch in (native, "all") else f"{stanza['Package']}:{arch}")
+    return found
+
+
 @dataclass(frozen=True)
 class Pin:
     """A stanza of an apt preferences file."""

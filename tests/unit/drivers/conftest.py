@@ -46,7 +46,6 @@ class Debian:
             (root / file).parent.mkdir(parents=True, exist_ok=True)
             (root / file).write_text("")
         answers.set("dpkg", "--print-architecture", out="amd64\n")
-        answers.set("apt-mark", "showauto")
         answers.set("apt-cache", "policy")
         answers.set("apt-cache", "show")
         answers.set("apt-get")

@@ -182,3 +182,14 @@ def test_a_nvml_02_the_history_tells_when_and_by_what():
 )
 def test_why_a_build_failed(log, cause):
     assert apt_text.make_log_cause(log) == cause
+
+
+def test_automatic() -> None:
+    text = (
+        "Package: libnvidia-compute-535-server\nArchitecture: amd64\nAuto-Installed: 1\n\n"
+        "Package: libnvidia-compute-535-server\nArchitecture: i386\nAuto-Installed: 1\n\n"
+        "Package: nvidia-driver-535-server\nArchitecture: amd64\nAuto-Installed: 0\n\n"
+    )
+    expected = {"libnvidia-compute-535-server", "libnvidia-compute-535-server:i386"}
+    assert apt_text.automatic(text, "amd64") == expected
+    assert apt_text.automatic("", "amd64") == set()
