@@ -9,9 +9,13 @@ GPUs, CPU in thousandths of a core, memory in bytes. ``docs`` of the module ``up
 Private to this collection: may change in any release.
 """
 
+# isinstance(True, int) holds, but a snapshot with a truth value for a number is wrong: exact types are compared.
+# pylint: disable=unidiomatic-typecheck
+
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Callable
@@ -21,6 +25,9 @@ VERSION = 1
 
 MOVE, WAIT, RESTART, PROTECT = "move", "wait", "restart", "protect"
 PERMISSIONS = frozenset((MOVE, WAIT, RESTART, PROTECT))
+
+_SLOTS: Any = {"slots": True} if sys.version_info >= (3, 10) else {}
+"""A fleet has many of these: keep them small where Python can."""
 
 Resources = Mapping[str, int]
 """Amounts by name: ``gpu`` (whole GPUs), ``mig-<profile>`` (instances), ``cpu`` (millicores), ``memory`` (bytes)."""
@@ -37,7 +44,7 @@ class BadSnapshot(ValueError):
         self.path = path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, **_SLOTS)
 class Node:
     """A machine with GPUs.
 
@@ -63,7 +70,7 @@ class Node:
     unfinished: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, **_SLOTS)
 class Member:
     """The part of a workload that sits on one node, with the resources it holds there."""
 
@@ -71,7 +78,7 @@ class Member:
     resources: Resources
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, **_SLOTS)
 class Workload:
     """What must survive: a pod or a gang of pods, a job, a unit, a container, a process tree.
 
@@ -490,7 +497,7 @@ def _made(
         if "key" in values:
             values["facts"] = _key(values.pop("key"), names, interned)
     except BadSnapshot as exc:
-        path, _, message = str(exc).partition(": ")
+        path, dummy, message = str(exc).partition(": ")
         dotted = "" if path == what else f".{path}"
         raise BadSnapshot(f"{what}[{index}]{dotted}", message) from exc
     return kind(**values)

@@ -123,6 +123,11 @@ def _bucket(resource: str, amount: int) -> int:
     return amount.bit_length() if resource == "cpu" else amount
 
 
+def _request(needs: Needs, fitting: frozenset[int], positions: Sequence[int], together: str | None) -> object:
+    """What :meth:`Rooms.place` was asked for: asked again before room grows, it is refused again."""
+    return fitting, positions[0], positions[-1], together, tuple([tuple(need.items()) for need in needs])
+
+
 class Rooms:
     """Free resources of every node while a plan is played, searchable by class and position.
 
@@ -134,13 +139,12 @@ class Rooms:
         self._classes = classes
         self.free: list[Resources] = list(free)
         self.position = position
-        self._own = bytearray(len(nodes))
+        self._own: list[dict[str, int] | None] = [None] * len(nodes)
         self._open = bytearray(len(nodes))
         self._at: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._classes_at: dict[int, list[int]] = {}
         self._index: dict[tuple[int, int], dict[str, dict[int, list[int]]]] = {}
-        self._hopeless: dict[object, int] = {}
-        self._version = 0
+        self._hopeless: set[object] = set()
 
     def open(self, indexes: Iterable[int]) -> None:
         for index in indexes:
@@ -150,7 +154,7 @@ class Rooms:
                 self._classes_at.setdefault(where[1], []).append(where[0])
             self._at[where].append(index)
             self._index.pop(where, None)
-        self._version += 1
+        self._hopeless.clear()
 
     def close(self, indexes: Iterable[int]) -> None:
         for index in indexes:
@@ -160,14 +164,13 @@ class Rooms:
         """Close the open ones among ``indexes`` for a while; :meth:`show` what this returns afterwards."""
         hidden = [index for index in dict.fromkeys(indexes) if self._open[index]]
         self.close(hidden)
-        self._version += 1
         return hidden
 
     def show(self, hidden: Iterable[int]) -> None:
         for index in hidden:
             self._open[index] = 1
             self._index.pop((self._classes.of[index], self.position[index]), None)
-        self._version += 1
+        self._hopeless.clear()
 
     def take(self, index: int, need: Resources) -> None:
         self._change(index, need, -1)
@@ -175,7 +178,7 @@ class Rooms:
     def give(self, index: int, need: Resources) -> None:
         self._change(index, need, 1)
         if self._open[index]:
-            self._version += 1
+            self._hopeless.clear()
 
     def put_back(self, found: Sequence[int], needs: Needs) -> None:
         """Undo the last :meth:`place`: nothing became possible that was not before it."""
@@ -183,17 +186,21 @@ class Rooms:
             self._change(index, need, 1)
 
     def _change(self, index: int, need: Resources, sign: int) -> None:
-        if not self._own[index]:
-            self._own[index] = 1
-            self.free[index] = dict(self.free[index])
-        free = self.free[index]
+        free = self._own[index]
+        if free is None:
+            free = self._own[index] = self.free[index] = dict(self.free[index])
         for name, amount in need.items():
-            free[name] = free.get(name, 0) + sign * amount  # type: ignore[index]
+            free[name] = free.get(name, 0) + sign * amount
         if self._open[index]:
-            indexed = self._index.get((self._classes.of[index], self.position[index]), {})
-            for name, buckets in indexed.items():
+            indexed = self._index.get((self._classes.of[index], self.position[index]))
+            for name, buckets in indexed.items() if indexed else ():
                 if name in need:
-                    heappush(buckets.setdefault(_bucket(name, free[name]), []), index)
+                    amount = _bucket(name, free[name])
+                    heap = buckets.get(amount)
+                    if heap is None:
+                        buckets[amount] = [index]
+                    else:
+                        heappush(heap, index)
 
     def place(
         self,
@@ -212,8 +219,8 @@ class Rooms:
         """
         if not positions or not fitting:
             return None
-        request = (fitting, positions[0], positions[-1], together, tuple(tuple(need.items()) for need in needs))
-        if self._hopeless.get(request) == self._version:
+        hopeless = self._hopeless
+        if hopeless and _request(needs, fitting, positions, together) in hopeless:
             return None
         found = (
             self._place_together(needs, fitting, positions, together)
@@ -221,7 +228,7 @@ class Rooms:
             else self._place_all(needs, fitting, positions, spread=spread)
         )
         if found is None:
-            self._hopeless[request] = self._version
+            hopeless.add(_request(needs, fitting, positions, together))
         return found
 
     def claim(self, nodes: Sequence[int], needs: Needs, fitting: frozenset[int]) -> tuple[int, ...] | None:
@@ -293,12 +300,17 @@ class Rooms:
     ) -> int | None:
         primary = _primary(need)
         least = _bucket(primary, need.get(primary, 0))
+        classes_at, index = self._classes_at, self._index
         for position in positions:
             best: tuple[int, int] | None = None
-            for number in self._classes_at.get(position, ()):
+            for number in classes_at.get(position, ()):
                 if number not in fitting:
                     continue
-                found = self._tightest(need, primary, least, number, position, only)
+                indexed = index.get((number, position))
+                buckets = indexed.get(primary) if indexed is not None else None
+                if buckets is None:
+                    buckets = self._indexed(number, position, primary)
+                found = self._tightest(need, primary, least, buckets, only) if buckets else None
                 if found is not None and (best is None or found < best):
                     best = found
                     if found[0] == least:
@@ -312,33 +324,28 @@ class Rooms:
         need: Resources,
         primary: str,
         least: int,
-        number: int,
-        position: int,
+        buckets: dict[int, list[int]],
         only: Callable[[int], bool] | None,
     ) -> tuple[int, int] | None:
-        indexed = self._index.get((number, position))
-        buckets = indexed.get(primary) if indexed is not None else None
-        if buckets is None:
-            buckets = self._indexed(number, position, primary)
-        if not buckets:
-            return None
-        free, is_open = self.free, self._open
-        for amount in range(least, max(buckets) + 1):
-            heap = buckets.get(amount)
-            if heap is None:
+        free, is_open, by_bit = self.free, self._open, primary == "cpu"
+        for amount in sorted(buckets):
+            if amount < least:
                 continue
-            while heap and not (is_open[heap[0]] and _bucket(primary, free[heap[0]].get(primary, 0)) == amount):
+            heap = buckets[amount]
+            while heap:
+                have = free[heap[0]].get(primary, 0)
+                if is_open[heap[0]] and (have.bit_length() if by_bit else have) == amount:
+                    break
                 heappop(heap)
-            if not heap:
+            else:
                 del buckets[amount]
                 continue
             if missing(need, free[heap[0]]) is None and (only is None or only(heap[0])):
                 return amount, heap[0]
             for index in sorted(set(heap)):
-                have = free[index]
-                if not is_open[index] or _bucket(primary, have.get(primary, 0)) != amount:
+                if not is_open[index] or _bucket(primary, free[index].get(primary, 0)) != amount:
                     continue
-                if missing(need, have) is None and (only is None or only(index)):
+                if missing(need, free[index]) is None and (only is None or only(index)):
                     return amount, index
         return None
 

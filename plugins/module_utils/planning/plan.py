@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..fleet import MOVE, PROTECT, RESTART, WAIT, Snapshot
 from .model import Item, Model, skip_reason, without
@@ -25,8 +25,7 @@ from .policy import BadPolicy, Policy
 from .schedule import BLOCKED, STAY, Fate, Hint, Played, play
 
 
-@dataclass(frozen=True)
-class WorkloadFate:
+class WorkloadFate(NamedTuple):
     """What happens to a workload in a batch; ``to`` names the nodes it moves to or starts on. Losses in GPU-seconds."""
 
     workload: str
@@ -194,7 +193,7 @@ def _finished(
 
 def described(model: Model, batches: Sequence[Sequence[int]], played: Played, has_canary: bool) -> tuple[Batch, ...]:
     """Batches by name, each with the fates of its workloads."""
-    fates: list[list[WorkloadFate]] = [[] for _ in batches]
+    fates: list[list[WorkloadFate]] = [[] for dummy in batches]
     nodes = model.nodes
     for fate in played.fates:
         item = model.items[fate.item]

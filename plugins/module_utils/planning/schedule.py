@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import Union
+from typing import NamedTuple, Union
 
 from .model import Item, Model
 from .placement import Rooms
@@ -35,8 +35,7 @@ BLOCKED_LOSS = 1e12
 """Stands for the loss of a batch that cannot be emptied; larger than any fleet's real loss."""
 
 
-@dataclass(frozen=True)
-class Fate:
+class Fate(NamedTuple):
     """What happens to an item in a batch. ``lost`` is in GPU-seconds; ``to`` are node numbers for a move or a start."""
 
     item: int
