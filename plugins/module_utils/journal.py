@@ -40,6 +40,10 @@ class JournalError(Exception):
     """The journal cannot be read or written; the text says which file and what to do about it."""
 
 
+class JournalBusy(JournalError):
+    """Another process of this collection is at work on the node; the only trouble here that passes by waiting."""
+
+
 def atomic_write(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Replace ``path`` in one step and sync it: readers see the old content or the new, also after a power cut."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -98,8 +102,8 @@ class Journal:
 
         Waits at most ``lock_timeout`` seconds for another process that may change it.
 
-        :raises JournalError: if the file is there but is not a journal this release can read, if another process
-            holds it, or if it could not be written.
+        :raises JournalBusy: if another process holds it.
+        :raises JournalError: if the file is there but is not a journal this release can read, or could not be written.
         """
         path = Path(state_dir) / "journal.json"
         lock = None if read_only else _lock(path.with_name("journal.lock"), lock_timeout)
@@ -290,7 +294,7 @@ def _lock(path: Path, timeout: float) -> int:
                 continue
             owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(descriptor)
-            raise JournalError(
+            raise JournalBusy(
                 f"another module of this collection (pid {owner}) is still at work on this node and holds {path}; "
                 f"nothing was done. See what it does with: ps -o pid,stat,lstart,args -p {owner}"
             ) from None

@@ -137,6 +137,10 @@ adopted_from:
   description: The id under which an unfinished run was found, if O(state=begun) went on with it.
   type: str
   returned: when a run of another id was gone on with
+busy:
+  description: Whether another module of this collection is still at work on the node, so that waiting helps.
+  type: bool
+  returned: on failure
 """
 
 import copy
@@ -145,7 +149,13 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import CORDON, OUTCOMES, Journal, JournalError
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import (
+    CORDON,
+    OUTCOMES,
+    Journal,
+    JournalBusy,
+    JournalError,
+)
 
 
 def keep(journal: Journal, params: dict[str, Any], now: float) -> dict[str, Any]:
@@ -209,7 +219,7 @@ def main() -> None:
         before = copy.deepcopy(journal.as_dict())
         result = keep(journal, module.params, time.time())
     except JournalError as exc:
-        module.fail_json(msg=str(exc))
+        module.fail_json(msg=str(exc), busy=isinstance(exc, JournalBusy))
     after = journal.as_dict()
     module.exit_json(changed=before != after, journal=after, diff={"before": before, "after": after}, **result)
 

@@ -16,7 +16,7 @@ from typing import Any, Callable
 import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import journal as subject
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalBusy, JournalError
 
 
 def in_child(act: Callable[[], Any]) -> int:
@@ -159,7 +159,7 @@ def test_killed_between_writing_and_renaming_the_old_content_stays(tmp_path: Pat
     journal.close()
 
     def die_at_rename() -> None:
-        monkeypatch.setattr(Path, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(Path, "replace", lambda *dummy: os.kill(os.getpid(), signal.SIGKILL))
         Journal.open(str(tmp_path)).remember("settings", {"0": "on"})
 
     assert os.WTERMSIG(in_child(die_at_rename)) == signal.SIGKILL
@@ -176,7 +176,7 @@ def test_killed_at_any_moment_the_file_is_whole_and_in_order(tmp_path: Path) -> 
         for number in range(len(journal.steps), 100000):
             journal.start(f"step {number}", float(number))
 
-    for _ in range(8):
+    for dummy in range(8):
         pid = os.fork()
         if pid == 0:
             scribble()
@@ -190,7 +190,7 @@ def test_killed_at_any_moment_the_file_is_whole_and_in_order(tmp_path: Path) -> 
 
 FULL_DISK = """
 import sys
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalBusy, JournalError
 journal = Journal.open(sys.argv[1])
 journal.remember("packages", ["535"])
 with open(sys.argv[1] + "/filler", "wb", buffering=0) as filler:
@@ -210,7 +210,8 @@ print(journal.before("services"), Journal.open(sys.argv[1], read_only=True).as_d
 def test_on_a_full_disk_nothing_is_done_and_nothing_is_lost(tmp_path: Path) -> None:
     script = 'mount -t tmpfs -o size=64k none "$1" || exit 77; exec "$2" -c "$3" "$1"'
     argv = ["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path), sys.executable, FULL_DISK]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
     if done.returncode in (1, 77) and "ermitted" in done.stderr:
         pytest.skip(f"a small file system to fill cannot be mounted here: {done.stderr.strip()}")
     said = done.stdout.splitlines()
@@ -253,7 +254,7 @@ def test_a_module_that_is_still_at_work_is_named(tmp_path: Path) -> None:
     with hold(tmp_path, "print('ready', flush=True); time.sleep(600)") as other:
         try:
             assert other.stdout and other.stdout.readline() == "ready\n"
-            with pytest.raises(JournalError, match=rf"pid {other.pid}\) is still at work"):
+            with pytest.raises(JournalBusy, match=rf"pid {other.pid}\) is still at work"):
                 Journal.open(str(tmp_path), lock_timeout=0)
             assert Journal.open(str(tmp_path), read_only=True).run is None, "reading needs no lock"
         finally:

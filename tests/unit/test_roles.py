@@ -57,3 +57,8 @@ def test_action_groups_are_what_the_modules_say() -> None:
         for group in re.findall(r"^  - gpufleet\.driver\.attributes\.(fleet|node)$", path.read_text(), re.MULTILINE):
             said[group].add(path.stem)
     assert {name: set(members) for name, members in groups.items()} == said
+
+
+def test_the_settings_of_every_role_are_checked_before_anything_is_touched() -> None:
+    tasks = load(TOP / "playbooks/tasks/settings.yml")
+    assert tasks[0]["vars"]["__settings_of_roles"] == ROLES

@@ -146,11 +146,18 @@ def test_recover_brings_an_interrupted_node_back(fleet: Fleet) -> None:
 def test_rollback_undoes_a_finished_upgrade(fleet: Fleet) -> None:
     before = fleet.packages("gpu-1")
     one = {"gpu_hosts": "gpu-1", **WORKLOAD}
-    assert fleet.play("upgrade", gpu_driver_version=NEW, **one).rc == 0
+    playing = fleet.begin("upgrade", gpu_driver_version=NEW, gpu_run_id="first", **one)
+    playing.wait_for("TASK [gpufleet.driver.install : Swap the packages]")
+    second = fleet.play("upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1,gpu-2", gpu_skip_unfit=True)
+    assert second.rc != 0 and "locked by run first" in second.output, "though the driver of gpu-1 is not loaded"
+    assert playing.end().rc == 0
     played = fleet.play("rollback", **one)
     assert played.rc == 0, played.output[-5000:]
     assert fleet.packages("gpu-1") == before and fleet.loaded("gpu-1") == OLD
     assert fleet.sh("gpu-1", SERVICES).split() == ["active", "active"]
+    fleet.lab("unplug", "gpu-2")
+    unseen = fleet.play("recover", gpu_hosts="gpu-2")
+    assert unseen.rc != 0 and "could not be looked at" in unseen.output
 
 
 def test_preflight_refuses_before_anything_is_disturbed(fleet: Fleet) -> None:
@@ -221,6 +228,14 @@ def test_stop_file_window_and_limit(fleet: Fleet, tmp_path: Path) -> None:
     assert str(stop) in played.output and "maintenance window" in played.output
     limited = fleet.play("upgrade", "--limit", "gpu-1", gpu_driver_version=NEW)
     assert limited.rc != 0 and "-e gpu_hosts=gpu-1" in limited.output
+    typing = {
+        "gpu_service_timeout": "",
+        "gpu_unload_timeout": -1,
+        "gpu_workloads": [{"name": "x", "unti": "x.service"}],
+    }
+    for name, value in typing.items():
+        refused = fleet.play("upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1", **{name: value})
+        assert refused.rc != 0 and re.search(f"nothing was changed.*{name}", refused.output, re.DOTALL)
     assert {fleet.loaded(name) for name in fleet.names} == {OLD}
 
 

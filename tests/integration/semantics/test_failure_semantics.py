@@ -190,3 +190,29 @@ def test_a_node_whose_work_could_not_be_started_stays_out_of_service(play: Calla
     text, service = service_roles(tmp_path, damaged="uncordon")
     assert "is damaged" in play(text).output
     assert [path.name for path in service.iterdir()] == ["a"]
+
+
+END_A = "      - {ansible.builtin.meta: end_host, when: inventory_hostname == 'a'}\n"
+REFUSE_A = "      - {ansible.builtin.set_fact: {gpu_outcome: {name: refused}}, when: inventory_hostname == 'a'}\n"
+
+
+def test_a_node_whose_turn_was_ended_early_is_left_alone_and_counts(play: Callable) -> None:
+    assert play(head() + REFUSE_A + GATE + END_A + STEP).touched == []
+    assert sorted(play(head() + REFUSE_A + END_A + STEP).touched) == ["b", "c", "d"]
+    played = play(head() + GATE + REFUSE_A + END_A + STEP)
+    assert played.touched[3:] == ["b"], "the gate of batch 2 counts a"
+
+
+def test_a_damaged_journal_is_told_at_once(play: Callable, tmp_path: Path) -> None:
+    """Only a module that is still at work is waited for, half an hour if need be."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/journal.json").write_text("{")
+    played = play(f"""
+- hosts: a
+  gather_facts: false
+  tasks:
+    - ansible.builtin.import_role: {{name: gpufleet.driver.rollback}}
+      vars: {{gpu_state_dir: {tmp_path}/a, gpu_failure: it broke}}
+    - ansible.builtin.debug: {{msg: "{{{{ gpu_outcome.name }}}}: {{{{ gpu_outcome.reason }}}}"}}
+""")
+    assert "lost: it broke; then" in played.output and "is damaged" in played.output
