@@ -87,9 +87,10 @@ options:
     elements: str
     default: []
   max_wait:
-    description: How long a batch may wait for work to end by itself, in seconds.
+    description:
+      - How long a batch may wait for work to end by itself, in seconds. It waits only where that loses least.
     type: float
-    default: 1800
+    default: 7200
   max_pending:
     description:
       - How many GPUs the queued work of a GPU model may lack while a batch is down, by model.

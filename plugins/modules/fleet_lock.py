@@ -38,7 +38,8 @@ options:
     type: str
     required: true
   holder:
-    description: Who runs it, for whoever finds the fleet locked. For example a name and a controller. A renewal keeps it.
+    description:
+      - Who runs it, for whoever finds the fleet locked. For example a name and a controller. A renewal keeps it.
     type: str
   ttl:
     description:

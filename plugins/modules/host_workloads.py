@@ -264,6 +264,8 @@ def main() -> None:
         else:
             result = node.start(declared, check=module.check_mode)
     except WorkloadsError as exc:
+        for warning in exc.result.pop("warnings", []):
+            module.warn(warning)
         module.fail_json(msg=str(exc), **exc.result)
     except (SystemdError, JournalError) as exc:
         module.fail_json(msg=str(exc))

@@ -154,11 +154,11 @@ holders:
       description: A dead but unreaped process that it descends from.
       type: int
     release:
-      description: What makes it let go. RV(holders[].release.argv) is empty where no single command does.
+      description: What makes it let go. C(argv) of C(release) is empty where no single command does.
       type: dict
 suspended:
   description:
-    - Processes that map libcuda and have no device open, with RV(suspended[].state) V(checkpointed), V(locked),
+    - Processes that map libcuda and have no device open, with C(state) V(checkpointed), V(locked),
       V(running), V(failed) or V(unknown).
   returned: success
   type: list

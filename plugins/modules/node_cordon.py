@@ -49,8 +49,8 @@ options:
     required: true
   ours:
     description:
-      - For O(scheduler=hosts). Names of the nodes whose journal says that this collection took them out of service. They
-        count as marked, so that a run goes on from a controller that has no marks of its own.
+      - For O(scheduler=hosts). Names of the nodes whose journal says that this collection took them out of service.
+        They count as marked, so that a run goes on from a controller that has no marks of its own.
     type: list
     elements: str
     default: []

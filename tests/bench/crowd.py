@@ -87,7 +87,7 @@ def compare(peer: Sequence[str], there: Crowd, rounds: int = 7) -> dict[str, Any
     """
     ours, whole, theirs = [], [], []
     found: set[int] = set()
-    for _ in range(rounds):
+    for dummy in range(rounds):
         seconds, text = cpu_of([sys.executable, str(HERE / "census_once.py"), *map(str, there.number)])
         answer = json.loads(text)
         ours.append(answer["cpu_s"])

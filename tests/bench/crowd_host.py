@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
@@ -61,7 +60,7 @@ def main() -> None:
                 os._exit(1)
         pids.append(pid)
     try:
-        for _ in pids:
+        for dummy in pids:
             os.read(ready, 1)
         print(*pids[: holders + 1], flush=True)
         sys.stdin.read()

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
@@ -108,7 +107,7 @@ def snapshot_text(nodes: int, workloads: int, seed: int = 1) -> str:
 def seconds(work: Any, rounds: int = 3) -> float:
     """Least CPU time of ``work()`` in a few rounds."""
     best = float("inf")
-    for _ in range(rounds):
+    for dummy in range(rounds):
         gc.collect()
         before = time.process_time()
         work()

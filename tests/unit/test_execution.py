@@ -48,7 +48,7 @@ def test_past_the_deadline_the_whole_group_is_ended(tmp_path: Path) -> None:
     assert "no answer within" in done.describe()
     child = int(pid_file.read_text())
     stat = Path(f"/proc/{child}/stat")
-    for _ in range(100):
+    for dummy in range(100):
         if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
             break
         time.sleep(0.02)

@@ -190,7 +190,7 @@ def test_killed_at_any_moment_the_file_is_whole_and_in_order(tmp_path: Path) -> 
 
 FULL_DISK = """
 import sys
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalBusy, JournalError
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
 journal = Journal.open(sys.argv[1])
 journal.remember("packages", ["535"])
 with open(sys.argv[1] + "/filler", "wb", buffering=0) as filler:

@@ -79,8 +79,8 @@ class Apt(DriverSource):
             for part in [parts[row.name]]
             if part and part.role == naming.TOOL and str(of_package(row.version)) in versions
         ]
-        members = sorted([row for row, _ in core.values()] + tools, key=lambda row: row.name)
-        flavours = {parsed.flavour for _, parsed in core.values() if parsed.flavour}
+        members = sorted([row for row, dummy in core.values()] + tools, key=lambda row: row.name)
+        flavours = {parsed.flavour for dummy, parsed in core.values() if parsed.flavour}
         automatic = apt_text.automatic(read_text(self.root / "var/lib/apt/extended_states"), native)
         return Installed(
             source=APT,
@@ -147,15 +147,15 @@ class Apt(DriverSource):
                 )
             )
         elif len(versions) > 1:
-            behind = [row.name for row, _ in core.values() if str(of_package(row.version)) == versions[-1]]
-            ahead = [row.name for row, _ in core.values() if str(of_package(row.version)) == versions[0]]
+            behind = [row.name for row, dummy in core.values() if str(of_package(row.version)) == versions[-1]]
+            ahead = [row.name for row, dummy in core.values() if str(of_package(row.version)) == versions[0]]
             fewer = min((behind, ahead), key=len)
             found.append(
                 warning(
                     "drivers.mixed_versions",
                     f"driver packages are at {' and '.join(versions)}; differing: {', '.join(sorted(fewer))}"
                     + self._origin_of(ahead),
-                    {"packages": {row.name: row.version for row, _ in core.values()}},
+                    {"packages": {row.name: row.version for row, dummy in core.values()}},
                     "move the whole set to one version",
                 )
             )
@@ -239,7 +239,7 @@ class Apt(DriverSource):
     def plan(self, base: Snapshot, installed: Installed, target: DriverVersion, flavour: str) -> PackagePlan:
         wanted: dict[str, tuple[Build, naming.DriverPackage, tuple[str, ...]]] = {}
         for build in base.builds:
-            bare, _, foreign = build.name.partition(":")
+            bare, dummy, foreign = build.name.partition(":")
             parsed = naming.parse_deb(bare)
             if parsed is None:
                 continue
@@ -253,7 +253,7 @@ class Apt(DriverSource):
                 "install the driver once by its own instructions",
             )
             return PackagePlan(APT, target.text, flavour, findings=(nothing,))
-        policies = self._policies([*wanted, *(name for _, _, names in wanted.values() for name in names)])
+        policies = self._policies([*wanted, *(name for dummy, dummy, names in wanted.values() for name in names)])
         staged = read_manifest(staging_directory(self.state_dir, target.text))
         builds: dict[str, Build] = {}
         findings: list[Finding] = []

@@ -112,7 +112,7 @@ def stanzas(text: str) -> list[dict[str, str]]:
         elif line[0].isspace() and key in current:
             current[key] += "\n" + line.strip()
         elif ":" in line and not line.startswith("#"):
-            key, _, value = line.partition(":")
+            key, dummy, value = line.partition(":")
             current[key] = value.strip()
     return found
 

@@ -349,7 +349,7 @@ def lock_holder(path: Path) -> str | None:
         return None
     try:
         asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        kind, dummy, dummy, dummy, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
     finally:
         os.close(descriptor)
     if kind == fcntl.F_UNLCK:
@@ -400,6 +400,10 @@ def read_manifest(directory: Path) -> Staged:
         files = [StagedFile(**entry) for entry in content["files"]]
     except FileNotFoundError:
         return Staged(str(directory))
+    except OSError as exc:
+        raise SourceError(
+            f"{directory / MANIFEST} cannot be read ({exc.strerror}); look at it with: ls -ld {directory}"
+        ) from exc
     except (ValueError, KeyError, TypeError) as exc:
         raise SourceError(f"{directory / MANIFEST} is damaged ({exc}); remove {directory} and stage again") from exc
     good = [f for f in files if (directory / f.file).is_file() and sha256(directory / f.file) == f.sha256]

@@ -246,7 +246,7 @@ def install(
     if check_mode:
         return Result(True, target.text, installed.builds(), after, disk, reasons, tuple(findings))
     if not unfinished:
-        _, unsaved = source.save_builds(base)
+        dummy, unsaved = source.save_builds(base)
         findings += [replace(finding, level="warning") for finding in unsaved]
         source.stage(plan)
     if not journal.unfinished and not unfinished:

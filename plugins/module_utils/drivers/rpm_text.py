@@ -124,7 +124,7 @@ def transaction(text: str) -> list[DnfChange]:
 
 def _replaced(line: str) -> DnfChange:
     """``replacing  nvidia-fabric-manager.x86_64 3:570.86.15-1``."""
-    name, _, arch = line.split()[1].rpartition(".")
+    name, dummy, arch = line.split()[1].rpartition(".")
     return DnfChange("remove", name, line.split()[-1], arch)
 
 

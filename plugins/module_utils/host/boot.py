@@ -76,7 +76,7 @@ def parse_grub_config(text: str) -> list[MenuEntry]:
     for line in text.splitlines():
         opened = _MENU.match(line)
         if opened:
-            outer_position, outer_title, outer_id, _ = menus[-1] if menus else ("", "", "", 0)
+            outer_position, outer_title, outer_id, dummy = menus[-1] if menus else ("", "", "", 0)
             title = opened[2] if opened[2] is not None else opened[3]
             found = _MENU_ID.search(opened[4])
             own = (
@@ -562,7 +562,7 @@ def nouveau(
                 blocked.append(str(path))
                 persistent = persistent or lasts
     for option in _read(Path(proc, "cmdline")).split():
-        key, _, value = option.partition("=")
+        key, dummy, value = option.partition("=")
         if key in ("modprobe.blacklist", "rd.driver.blacklist", "module_blacklist") and "nouveau" in value.split(","):
             blocked.append(option)
             persistent = persistent or key != "rd.driver.blacklist"

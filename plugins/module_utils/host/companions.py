@@ -104,8 +104,8 @@ def parse_packages(text: str) -> dict[str, str]:
     """``name<tab>version[<tab>status]`` lines of dpkg-query or rpm: installed packages only, ``:amd64`` dropped."""
     packages = {}
     for line in text.splitlines():
-        name, _, rest = line.partition("\t")
-        package_version, _, status = rest.partition("\t")
+        name, dummy, rest = line.partition("\t")
+        package_version, dummy, status = rest.partition("\t")
         if package_version and (not status or status.strip() in ("ii", "hi")):
             packages[name.partition(":")[0]] = package_version
     return packages
@@ -204,7 +204,7 @@ def installed(run: Runner, timeout: float = 20) -> dict[str, str]:
 def observe(run: Runner, timeout: float = 20) -> dict[str, Companion]:
     """Every companion that has a package or a unit here."""
     packages = installed(run, timeout)
-    names = [unit for _, units in COMPANIONS.values() for unit in units]
+    names = [unit for dummy, units in COMPANIONS.values() for unit in units]
     show = run(
         ["systemctl", "show", "--no-pager", "--property=Id,LoadState,ActiveState,UnitFileState", *names],
         timeout=timeout,

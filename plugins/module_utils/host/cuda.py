@@ -240,7 +240,7 @@ class _Device:
         blocks = (ELEMENTS + _BLOCK - 1) // _BLOCK
         grid = [ctypes.c_uint(value) for value in (blocks, 1, 1, _BLOCK, 1, 1, 0)]
         best = float("inf")
-        for _ in range(_LAUNCHES):
+        for dummy in range(_LAUNCHES):
             started = time.perf_counter()
             self._call("cuLaunchKernel", function, *grid, None, arguments, None)
             self._call("cuCtxSynchronize")
@@ -266,7 +266,7 @@ class _Device:
             host = pinned
         pointer = self._allocate(_COPY_BYTES)
         best = float("inf")
-        for _ in range(_COPIES):
+        for dummy in range(_COPIES):
             started = time.perf_counter()
             self._upload(pointer, host, _COPY_BYTES)
             self._call("cuCtxSynchronize")

@@ -86,7 +86,7 @@ def wedged(
 ) -> list[Stuck]:
     """Processes that are stuck in the driver at each of ``looks`` looks: a short sleep in state D is normal."""
     stuck = stuck_processes(proc)
-    for _ in range(looks - 1):
+    for dummy in range(looks - 1):
         if not stuck:
             return []
         pause(between)

@@ -167,7 +167,7 @@ def _text(path: str) -> str:
 
 
 def _status(text: str) -> dict[str, str]:
-    return {key: value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+    return {key: value.strip() for key, dummy, value in (line.partition(":") for line in text.splitlines())}
 
 
 def user_name(uid: int) -> str:

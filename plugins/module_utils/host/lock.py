@@ -78,7 +78,13 @@ def decide(
 
 
 def acquire(
-    state_dir: str, run_id: str, holder: str | None, ttl: float, now: float, takeover: str | None = None, check: bool = False
+    state_dir: str,
+    run_id: str,
+    holder: str | None,
+    ttl: float,
+    now: float,
+    takeover: str | None = None,
+    check: bool = False,
 ) -> Change:
     """Take the lock, or renew it if ``run_id`` holds it already.
 

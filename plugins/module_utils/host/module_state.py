@@ -126,9 +126,7 @@ def _why_not(seen: Census) -> str:
 def _sentences(findings: Iterable[Finding], holders: Iterable[Holder]) -> str:
     told = {finding.evidence.get("pid") for finding in findings if finding.level == ERROR}
     parts = [
-        f"{finding.message}; next: {finding.next}"
-        for finding in findings
-        if finding.level == ERROR and (finding.next or "")
+        f"{finding.message}; next: {finding.next}" for finding in findings if finding.level == ERROR and finding.next
     ]
     parts += [
         f"{holder.title} has {', '.join(holder.devices) or 'the driver'} open; next: "

@@ -240,7 +240,7 @@ class Driver:
 
     def uints(self, name: str, *args: Any, count: int = 1) -> tuple[int, ...]:
         """Call a function that fills ``count`` unsigned ints given by reference after ``args``."""
-        values = [ctypes.c_uint() for _ in range(count)]
+        values = [ctypes.c_uint() for dummy in range(count)]
         self.call(name, *args, *(ctypes.byref(value) for value in values))
         return tuple(value.value for value in values)
 

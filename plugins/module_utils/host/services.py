@@ -156,7 +156,7 @@ def parse_mps(pid: int, uid: int, cmdline: bytes, environ: bytes, cgroup: str) -
     found = re.search(r"/system\.slice/(?:.*/)?([^/]+\.service)$", cgroup, re.MULTILINE)
     unit = found.group(1) if found and not is_needed(found.group(1)) else None
     pairs = (part.decode("utf-8", "surrogateescape").partition("=") for part in environ.split(b"\0") if b"=" in part)
-    env = {key: value for key, _, value in pairs if key.startswith("CUDA_")}
+    env = {key: value for key, dummy, value in pairs if key.startswith("CUDA_")}
     try:
         user = pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -310,10 +310,10 @@ class _Rolling:
                 self._at(end, "end", index)
         now, left, running = 0.0, len(self.todo), 0
         while left:
-            nodes = [self.todo.pop() for _ in range(min(self.width - running, len(self.todo)))]
+            nodes = [self.todo.pop() for dummy in range(min(self.width - running, len(self.todo)))]
             running += len(nodes)
             self._cordon(nodes, now)
-            now, _, what, index = heappop(self.events)
+            now, dummy, what, index = heappop(self.events)
             if what == "end":
                 if self.end[index] == now and index not in self.pending:
                     self.end[index] = -1.0

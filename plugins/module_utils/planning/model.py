@@ -102,7 +102,7 @@ class Model:
         self.refill = [refill.get(node.gpu_model or "", 0.0) for node in self.nodes]
         self.free: list[Resources] = [node.free for node in self.nodes]
         self.items: list[Item] = []
-        self.residents: list[list[int]] = [[] for _ in self.nodes]
+        self.residents: list[list[int]] = [[] for dummy in self.nodes]
         self._shapes: dict[tuple[object, ...], tuple[Shape, frozenset[int], frozenset[int]]] = {}
         for workload in snapshot.workloads:
             self._add(workload)
@@ -126,7 +126,7 @@ class Model:
             item.shape, item.restorable, item.startable = self._shape(workload, nodes[0])
             for node in nodes[1:]:
                 if self.classes.of[node] != self.classes.of[nodes[0]]:
-                    _, restorable, startable = self._shape(workload, node)
+                    dummy, restorable, startable = self._shape(workload, node)
                     item.restorable &= restorable
                     item.startable &= startable
             item.idle *= self.idle_weight[nodes[0]]

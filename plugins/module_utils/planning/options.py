@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, Any] = {
     "keep_together": {"type": "list", "elements": "str", "default": ["nvlink", "imex"]},
     "max_per_domain": {"type": "dict", "default": {}},
     "reserve": {"type": "list", "elements": "str", "default": []},
-    "max_wait": {"type": "float", "default": 1800},
+    "max_wait": {"type": "float", "default": 7200},
     "max_pending": {"type": "dict", "default": {}},
     "windows": {"type": "list", "elements": "dict", "default": []},
     "now": {"type": "str"},

@@ -306,7 +306,7 @@ def _arranged(
         else:
             neutral.append((sum(group.cost for group in unit), place, unit))
     movers = 0.0
-    for _, _, release, unit in sorted(finite, key=lambda entry: entry[:2]):
+    for dummy, dummy, release, unit in sorted(finite, key=lambda entry: entry[:2]):
         for group in unit:
             number = bins.put(group, [*range(release, total), *range(release - 1, -1, -1)])
             if number < release:
@@ -314,7 +314,7 @@ def _arranged(
     movers += sum(_mover(model, index) for group in first for index in group.items)
     start = int(bins.first)
     room = late * movers
-    for unit in (unit for _, _, unit in sorted(neutral, key=lambda e: (-sum(g.free for g in e[2]), -e[1]))):
+    for unit in (unit for dummy, dummy, unit in sorted(neutral, key=lambda e: (-sum(g.free for g in e[2]), -e[1]))):
         free = sum(group.free for group in unit)
         if room <= 0 or not free:
             break
@@ -322,7 +322,7 @@ def _arranged(
         for group in unit:
             bins.put(group, range(len(bins.batches) - 1, start - 1, -1))
             chosen.add(id(group))
-    for _, _, unit in sorted(neutral, key=lambda entry: entry[:2]):
+    for dummy, dummy, unit in sorted(neutral, key=lambda entry: entry[:2]):
         for group in unit:
             if id(group) not in chosen:
                 while start < len(bins.batches) - 1 and bins.sizes[start] >= bins.limit(start):
@@ -474,11 +474,11 @@ class _Search:
 
         best = descend()
         dice = random.Random(1)  # noqa: S311 - any fixed sequence will do, and the same input must give the same plan
-        for _ in range(kicks):
+        for dummy in range(kicks):
             if spent():
                 break
             kept, kept_hints = bins.contents(), dict(hints)
-            for _ in range(2):
+            for dummy in range(2):
                 self._kick(bins, hints, dice)
             key = descend()
             if key < best:

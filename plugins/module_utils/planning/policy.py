@@ -59,7 +59,7 @@ class Window:
         """The first moment from ``after`` (Unix seconds) at which ``duration`` seconds fit, within two weeks."""
         zone = ZoneInfo(self.tz)
         day = datetime.fromtimestamp(after, zone).date() - timedelta(days=1)
-        for _ in range(16):
+        for dummy in range(16):
             if _DAYS[day.weekday()] in self.days:
                 opens = datetime.combine(day, _clock(self.start), zone).timestamp()
                 last_day = day if self.end > self.start else day + timedelta(days=1)
@@ -96,7 +96,7 @@ class Policy:
     keep_together: tuple[str, ...] = ("nvlink", "imex")
     max_per_domain: tuple[tuple[str, int], ...] = ()
     reserve: tuple[str, ...] = ()
-    max_wait: float = 1800.0
+    max_wait: float = 7200.0
     max_pending: tuple[tuple[str, float], ...] = ()
     windows: tuple[Window, ...] = ()
     now: float | None = None

@@ -6,7 +6,8 @@
 What a fate loses, in GPU-seconds (``g`` GPUs):
 
 ``move``        g x (capture + restore), and a cold start more if it is still running when its new node's turn comes
-``wait``        nothing of its own, but the GPUs of the batch that stand idle meanwhile (a quarter if nobody queues)
+``wait``        nothing of its own, but the GPUs of the batch that stand idle meanwhile (a quarter if nobody queues):
+                until the wait is over, or as with ``stay`` where queued work is known to fill gaps
 ``cold_start``  g x (start + progress at risk), and g x swap more if it has to wait for its own node to come back
 ``stay``        nothing: it ends before its node's turn; queued work that would outlast that turn is not let in then,
                 so its GPUs stand idle for up to half of what the short ones among such work take
@@ -18,6 +19,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -65,6 +67,47 @@ class Played:
 Hint = Union[str, tuple[int, ...]]
 
 _Back = tuple[tuple[int, ...], float, int]
+
+
+class _Idle:
+    """What the GPUs of a batch that waits lose by standing idle, in weighed GPU-seconds.
+
+    Those in use until some moment of the wait are told by :meth:`ends`, in the order of those moments. Where queued
+    work is known to fill gaps, GPUs stand idle for the last gap only.
+    """
+
+    def __init__(self, model: Model, batch: Sequence[int]) -> None:
+        self.gap = model.gap
+        self.free: dict[float, float] = {}
+        for node in batch:
+            weight = model.nodes[node].gpus * model.idle_weight[node]
+            self.free[model.gap[node]] = self.free.get(model.gap[node], 0.0) + weight
+        self.recent: dict[float, deque[tuple[float, float]]] = {gap: deque() for gap in self.free}
+        self.filled = dict.fromkeys(self.free, 0.0)
+        self.weight = dict.fromkeys(self.free, 0.0)
+        self.moments = dict.fromkeys(self.free, 0.0)
+
+    def ends(self, item: Item, left: float) -> None:
+        """An item ends ``left`` seconds into the wait."""
+        gap = next((self.gap[node] for node in item.nodes if self.gap[node] in self.free), next(iter(self.free)))
+        self.free[gap] -= item.idle
+        self.recent[gap].append((left, item.idle))
+        self.weight[gap] += item.idle
+        self.moments[gap] += item.idle * left
+
+    def until(self, left: float) -> float:
+        """The loss of a wait of ``left`` seconds, which is no shorter than in the call before."""
+        total = 0.0
+        for gap, free in self.free.items():
+            recent = self.recent[gap]
+            while gap and recent and recent[0][0] <= left - gap:
+                moment, weight = recent.popleft()
+                self.filled[gap] += weight
+                self.weight[gap] -= weight
+                self.moments[gap] -= weight * moment
+            idle = free * (min(left, gap) if gap else left) + self.filled[gap] * gap
+            total += max(0.0, idle + self.weight[gap] * left - self.moments[gap])
+        return total
 
 
 class _Walk:
@@ -172,17 +215,17 @@ class _Walk:
         for index in affected:
             trial[index], lost[index], back = self._settle(index, number, now)
             undo.append((index, back))
-        idle_gpus = sum(model.nodes[node].gpus * model.idle_weight[node] for node in batch)
+        idle = _Idle(model, batch)
         hinted = max((left for left, index in lefts if self.hints.get(index) == WAIT), default=0.0)
         cost = sum(lost.values())
         least = inf if hinted else cost
-        wait = busy = 0.0
+        wait = waited = 0.0
         for left, index in lefts:
             cost -= lost[index]
-            busy += model.items[index].idle * left
-            total = cost + max(0.0, idle_gpus * left - busy)
-            if total < least and left >= hinted:
-                least, wait = total, left
+            idle.ends(model.items[index], left)
+            stand = idle.until(left)
+            if cost + stand < least and left >= hinted:
+                least, wait, waited = cost + stand, left, stand
         if wait == 0.0:
             self.played.fates.extend(trial.values())
             return 0.0
@@ -198,8 +241,7 @@ class _Walk:
         for index in affected:
             if index not in waiting:
                 self.played.fates.append(self._settle(index, number, now)[0])
-        busy = sum(model.items[index].idle * left for left, index in lefts if left <= wait)
-        self.played.idle += max(0.0, idle_gpus * wait - busy)
+        self.played.idle += waited
         return wait
 
     def _settle(self, index: int, number: int, now: float) -> tuple[Fate, float, _Back]:

@@ -45,8 +45,8 @@ def beside(forecasts: Sequence[Forecast]) -> list[str]:
     rows = []
     for each in forecasts:
         told = each.as_dict()
-        low, _, high = told["lost_gpu_hours_spread"]
-        soon, _, late = told["finish_seconds_spread"]
+        low, dummy, high = told["lost_gpu_hours_spread"]
+        soon, dummy, late = told["finish_seconds_spread"]
         counts = [f"{told[what]:g}" for what in ("moves", "cold_starts", "waits")]
         rows.append(
             (

@@ -84,16 +84,22 @@ def test_a_holder_in_another_mount_namespace_is_found_and_named(fleet: Start) ->
 
 
 def test_a_machine_that_loses_power_in_the_swap(fleet: Start) -> None:
+    """While dpkg configures the new kernel modules: the next batch never starts, and a second run mends the node."""
     machines = fleet(2)
-    playing = machines.begin("upgrade", gpu_driver_version=NEW, **SLOW)
+    machines.sh("node1", "mkdir -p /etc/nvidia-standin; echo 600 >/etc/nvidia-standin/dkms-seconds")
+    playing = machines.begin("upgrade", gpu_driver_version=NEW, gpu_run_id="first", **SLOW)
     playing.wait_for("TASK [gpufleet.driver.install : Swap the packages]", timeout=600)
+    configuring = "pgrep -f [n]vidia-dkms-550-server.postinst >/dev/null"
+    machines.sh("node1", f"for i in $(seq 240); do {configuring} && sync && exit; sleep 1; done; exit 1")
     machines.lab("kill", "node1")
     played = playing.end()
     assert played.rc != 0
     assert played.outcomes == {"node1": "lost", "node2": "not started"}
+    assert "gpu_lock_takeover=first" in played.output  # node1 also had the fleet's lock
     assert machines.loaded("node2") == OLD
     machines.lab("start", "node1")
-    again = machines.play("upgrade", gpu_driver_version=NEW, **SLOW)
+    assert "nvidia-dkms-550-server" in machines.sh("node1", "rm /etc/nvidia-standin/dkms-seconds; dpkg --audit")
+    again = machines.play("upgrade", gpu_driver_version=NEW, gpu_lock_takeover="first", **SLOW)
     assert again.rc == 0, again.output[-5000:]
     assert machines.loaded("node1") == machines.loaded("node2") == NEW
     assert machines.sh("node1", "dpkg --audit") == ""

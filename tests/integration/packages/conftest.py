@@ -316,7 +316,7 @@ def http_repository(dnf_node: DnfNode):
     """Serve the repository over HTTP, as a mirror would; ``stop`` makes it unreachable."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
+        def log_message(self, *dummy):
             pass
 
     server = http.server.ThreadingHTTPServer(

@@ -147,7 +147,7 @@ def rows(*packages: str) -> str:
     text = ""
     for package in packages:
         name, version = package.split()
-        epoch, _, rest = version.rpartition(":")
+        epoch, dummy, rest = version.rpartition(":")
         text += "|".join([name, epoch or "0", *rest.split("-"), "x86_64"]) + "\n"
     return text
 

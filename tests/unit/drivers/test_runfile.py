@@ -130,7 +130,7 @@ def call(machine, function, *arguments, **options):
 
 def test_a_pkg_10_the_old_one_goes_by_its_own_means_and_comes_back(machine):
     file, checksum = machine.file(NEW)
-    previous, _ = machine.file(OLD)
+    previous, dummy = machine.file(OLD)
     target = DriverVersion.parse(NEW)
     result = call(machine, install.install, target, "auto", file=file, checksum=checksum, previous=previous)
     assert result.changed and machine.done == ["uninstall", f"install {NEW}"]
@@ -164,7 +164,7 @@ def test_a_pkg_10_without_the_old_installer_there_is_no_way_back(machine):
 
 def test_a_dkms_07_a_failure_status_with_the_right_modules_is_a_success(machine):
     file, checksum = machine.file(NEW)
-    previous, _ = machine.file(OLD)
+    previous, dummy = machine.file(OLD)
     machine.installer_rc = 1
     target = DriverVersion.parse(NEW)
     assert call(machine, install.install, target, "auto", file=file, checksum=checksum, previous=previous).changed
@@ -172,7 +172,7 @@ def test_a_dkms_07_a_failure_status_with_the_right_modules_is_a_success(machine)
 
 def test_a_failure_with_other_modules_is_one(machine, monkeypatch):
     file, checksum = machine.file(NEW)
-    previous, _ = machine.file(OLD)
+    previous, dummy = machine.file(OLD)
     machine.installer_rc = 1
     monkeypatch.setattr(
         machine, "put", lambda version: (machine.root / runfile._LOG).write_text("ERROR: No compiler.\n")

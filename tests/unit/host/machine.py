@@ -170,7 +170,7 @@ class Machine:
         container = self._container(call)
         if container is None:
             return self._answer(call, 1, "[]", f"Error: No such container: {call[-1]}")
-        policy, _, retries = container.policy.partition(":")
+        policy, dummy, retries = container.policy.partition(":")
         content = {
             "Id": call[-1].rstrip("0").ljust(64, "0"),
             "State": {"Running": container.running, "Status": "running" if container.running else "exited"},

@@ -53,7 +53,7 @@ class MadeHost:
         lines = [line.strip() for line in text.strip().splitlines()]
         self.write("proc/modules", "\n".join(lines) + "\n")
         for line in lines:
-            name, _, count, users, *_ = line.split()
+            name, dummy, count, users, *dummy = line.split()
             self.write(f"sys/module/{name}/refcnt", f"{count}\n")
             self.write(f"sys/module/{name}/initstate", "live\n")
             for user in users.split(","):

@@ -250,22 +250,22 @@ def smi_xml(dtd: str, driver: str, body: str, attached: int = 1) -> str:
     return f"""<?xml version="1.0" ?>
 <!DOCTYPE nvidia_smi_log SYSTEM "{dtd}">
 <nvidia_smi_log>
-	<timestamp>Tue Jul  1 10:00:00 2025</timestamp>
-	<driver_version>{driver}</driver_version>
-	<cuda_version>12.0</cuda_version>
-	<attached_gpus>{attached}</attached_gpus>
-	<gpu id="00000000:41:00.0">
-		<product_name>NVIDIA A100-SXM4-80GB</product_name>
-		<product_architecture>Ampere</product_architecture>
-		<persistence_mode>Enabled</persistence_mode>
-		<mig_mode><current_mig>Disabled</current_mig><pending_mig>Disabled</pending_mig></mig_mode>
-		<mig_devices>None</mig_devices>
-		<uuid>GPU-5ca1ab1e-0000-4000-8000-000000000000</uuid>
-		<compute_mode>Default</compute_mode>
-		<pci><pci_device_id>0x20B210DE</pci_device_id></pci>
-		<ecc_mode><current_ecc>Enabled</current_ecc><pending_ecc>Enabled</pending_ecc></ecc_mode>
-		{body}
-	</gpu>
+ <timestamp>Tue Jul  1 10:00:00 2025</timestamp>
+ <driver_version>{driver}</driver_version>
+ <cuda_version>12.0</cuda_version>
+ <attached_gpus>{attached}</attached_gpus>
+ <gpu id="00000000:41:00.0">
+  <product_name>NVIDIA A100-SXM4-80GB</product_name>
+  <product_architecture>Ampere</product_architecture>
+  <persistence_mode>Enabled</persistence_mode>
+  <mig_mode><current_mig>Disabled</current_mig><pending_mig>Disabled</pending_mig></mig_mode>
+  <mig_devices>None</mig_devices>
+  <uuid>GPU-5ca1ab1e-0000-4000-8000-000000000000</uuid>
+  <compute_mode>Default</compute_mode>
+  <pci><pci_device_id>0x20B210DE</pci_device_id></pci>
+  <ecc_mode><current_ecc>Enabled</current_ecc><pending_ecc>Enabled</pending_ecc></ecc_mode>
+  {body}
+ </gpu>
 </nvidia_smi_log>"""
 
 

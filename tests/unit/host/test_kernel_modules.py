@@ -67,7 +67,7 @@ class MadeKernel:
         for name in self.loaded:
             self.host.write(f"sys/module/{name}/version", "535.183.01\n")
 
-    def __call__(self, argv: Sequence[str], *, timeout: float, **_: Any) -> Completed:
+    def __call__(self, argv: Sequence[str], *, timeout: float, **dummy: Any) -> Completed:
         program, *words = argv
         self.ran.append(" ".join(argv))
         if program == "dmesg":
@@ -164,7 +164,7 @@ def changes(made: MadeKernel) -> list[str]:
     ids=["users", "none", "no flags", "going", "uncounted", "permanent", "lsmod", "lsmod without users", "large"],
 )
 def test_rows_of_modules(row: str, count: int | None, users: tuple[str, ...], permanent: int) -> None:
-    (module,) = parse_modules(f"Module                  Size  Used by\n{row}\n").values()
+    module = parse_modules(f"Module                  Size  Used by\n{row}\n")[row.split()[0]]
     assert (module.references, module.used_by, module.permanent) == (count, users, bool(permanent))
 
 

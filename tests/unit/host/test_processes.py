@@ -171,12 +171,12 @@ def test_processes_that_come_and_go_meanwhile() -> None:
         while not stop.is_set():
             subprocess.run(["true"], check=True)
 
-    threads = [threading.Thread(target=storm) for _ in range(2)]
+    threads = [threading.Thread(target=storm) for dummy in range(2)]
     for thread in threads:
         thread.start()
     try:
         with running(f"held = open('{DEVICE}')") as pid:
-            for _ in range(5):
+            for dummy in range(5):
                 assert pid in scan().uses
     finally:
         stop.set()

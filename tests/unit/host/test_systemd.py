@@ -156,7 +156,7 @@ def test_followers_of_what_is_down_are_only_its_triggers(tmp_path: Path) -> None
         "b.service": FakeUnit("active", requires=("a.service",)),
         "a.path": FakeUnit("active", triggers=("a.service",)),
     }
-    found, _ = with_followers(Systemd(Machine(tmp_path, units).run), ["a.service"])
+    found, dummy = with_followers(Systemd(Machine(tmp_path, units).run), ["a.service"])
     assert set(found) == {"a.service", "a.path"}
 
 

@@ -51,5 +51,5 @@ def compare(seeds: Iterable[int], seconds: float) -> Comparison:
         optimum += least
         excess.append(((made.total_lost - least) / max(least, 1.0), seed))
     worst, seed = max(excess)
-    mean = sum(each for each, _ in excess) / len(excess)
+    mean = sum(each for each, dummy in excess) / len(excess)
     return Comparison(mean, worst, seed, min(excess)[0], len(excess), unproven, ours, optimum)

@@ -40,8 +40,8 @@ def least_loss(
         model.add(sum(inside) >= 1)
     for name, count in canary.items():
         model.add(sum(x[n, 0] for n, node in enumerate(nodes) if node.gpu_model == name) == count)
-    wait = [model.new_int_var(0, max_wait, "") for _ in batches]
-    start = [model.new_int_var(0, horizon, "") for _ in batches]
+    wait = [model.new_int_var(0, max_wait, "") for dummy in batches]
+    start = [model.new_int_var(0, horizon, "") for dummy in batches]
     model.add(start[0] == 0)
     for k in batches[1:]:
         model.add(start[k] == start[k - 1] + wait[k - 1] + slot)
@@ -72,7 +72,7 @@ def least_loss(
         work = works[w]
         gpus = work.members[0].resources["gpu"]
         cold = gpus * int(work.start_cost + work.at_risk)
-        waits, elsewhere, in_place = (model.new_bool_var("") for _ in range(3))
+        waits, elsewhere, in_place = (model.new_bool_var("") for dummy in range(3))
         options = [waits, elsewhere, in_place] + ([move] if move is not None else [])
         ended = model.new_bool_var("")
         model.add_implication(ended, is_over(w, extra, k))

@@ -45,7 +45,9 @@ def test_without_chance_the_forecast_is_the_plan(seed: int) -> None:
 def test_the_same_input_gives_the_same_forecast() -> None:
     snapshot, policy = small_fleet(3), Policy(NEW)
     chances = forecast.Chances(runs=3, failure=0.3)
-    told = [[each.as_dict() for each in forecast.beside(snapshot, policy, None, forecast.PEERS, chances)] for _ in "ab"]
+    told = [
+        [each.as_dict() for each in forecast.beside(snapshot, policy, None, forecast.PEERS, chances)] for dummy in "ab"
+    ]
     assert told[0] == told[1]
 
 
@@ -60,7 +62,7 @@ def test_capacity_ends_on_the_new_version_except_where_nodes_fail() -> None:
         ):
             curve = found.runs[0].curve
             assert curve[-1][1:] == (versions, 0)
-            assert all(sum(gpus.values()) + down == 48 for _, gpus, down in curve)
+            assert all(sum(gpus.values()) + down == 48 for dummy, gpus, down in curve)
 
 
 def one_node(**values: Any) -> tuple[fleet.Snapshot, Policy, plan.Plan]:
@@ -118,7 +120,7 @@ def test_unknown_ways_are_refused(way: str) -> None:
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "protected"])
 def test_example_fleets_lose_less_than_by_evicting(name: str) -> None:
     snapshot, policy = example(name)
-    ours, operator, _, at_once = forecast.beside(snapshot, policy, None, forecast.PEERS, forecast.Chances(runs=3))
+    ours, operator, dummy, at_once = forecast.beside(snapshot, policy, None, forecast.PEERS, forecast.Chances(runs=3))
     assert ours.lost < operator.lost
     assert ours.lost < at_once.lost
     assert len(table.beside([ours, operator])) == 3

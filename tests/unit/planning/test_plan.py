@@ -183,7 +183,7 @@ def test_work_that_ends_soon_is_waited_for() -> None:
     ("values", "reason"),
     [
         ({"may": frozenset(("protect",))}, "w is protected and has no known end"),
-        ({"may": frozenset(("wait",)), "remaining": 36000.0}, "ends in 10.0 h, beyond the longest wait of 0.5 h"),
+        ({"may": frozenset(("wait",)), "remaining": 36000.0}, "ends in 10.0 h, beyond the longest wait of 2.0 h"),
         ({"may": frozenset(("move",))}, "w may not restart and cannot move: no other node keeps the old driver"),
         ({"may": frozenset(("move",)), "backends": ()}, "no backend could save it"),
         ({"budgets": ("pdb",)}, "budget pdb allows no disruption of w"),
@@ -248,7 +248,7 @@ def test_an_earlier_plan_whose_next_node_changed_is_not_safe(change: Any, reason
     first = plan.make(fleet, Policy(NEW, batch_size=(2,), canary=0))
     gone = first.order[0]
     nodes = tuple(change(n) if n.name == gone else n for n in fleet.nodes if change or n.name != gone)
-    _, review = plan.review(first.as_dict(), replace(fleet, nodes=nodes), POLICY)
+    dummy, review = plan.review(first.as_dict(), replace(fleet, nodes=nodes), POLICY)
     assert not review.safe
     assert review.reasons == (f"{gone} {reason}",)
 
@@ -259,13 +259,13 @@ def test_an_earlier_plan_whose_room_is_gone_is_not_safe() -> None:
     fleet = fleet_of(3, work)
     first = plan.make(fleet, policy)
     full = tuple(replace(n, free={"gpu": 0}) if n.name != "n0" else n for n in fleet.nodes)
-    _, review = plan.review(first.as_dict(), replace(fleet, nodes=full), policy)
+    dummy, review = plan.review(first.as_dict(), replace(fleet, nodes=full), policy)
     assert review.reasons == ("w has lost its place to move to",)
 
 
 def test_an_earlier_plan_names_newcomers() -> None:
     first = plan.make(fleet_of(2), POLICY)
-    _, review = plan.review(first.as_dict(), fleet_of(3, workload("w", "n1")), POLICY)
+    dummy, review = plan.review(first.as_dict(), fleet_of(3, workload("w", "n1")), POLICY)
     assert review.safe
     assert "n2 is new and not part of the plan" in review.changes
     assert any(change.startswith("w is new on n1") for change in review.changes)
@@ -291,3 +291,21 @@ def test_canary_option(value: Any, expected: Any) -> None:
 
 def test_a_percentage_is_never_nothing() -> None:
     assert batch_limits(Policy(NEW, batch_size=("1%",)), 5, 0) == [1]
+
+
+@pytest.mark.parametrize(
+    ("demand", "idle"),
+    [
+        (Demand(8.0), 8 * 900.0),
+        (Demand(8.0, 0.0, 3600.0, 600.0), 8 * 300.0),
+        (Demand(8.0, 0.0, 3600.0, 3000.0), 8 * 900.0),
+    ],
+    ids=["queued work of unknown length fills no gap", "short queued work fills most of it", "the gap is too short"],
+)
+def test_a_domain_that_waits_is_filled_by_queued_work(demand: Demand, idle: float) -> None:
+    rack = {"free": {"gpu": 0}, "domains": {"nvlink": "rack"}}
+    works = [workload(f"w{n}", n, gpus=8, remaining=end, at_risk=7200.0) for n, end in (("a", 600.0), ("b", 1500.0))]
+    fleet = Snapshot((node("a", **rack), node("b", **rack)), tuple(works), queue={"H100": demand})
+    made = plan.make(fleet, Policy(NEW, canary=0, batch_size=(2,)))
+    assert made.lost == {"moves": 0.0, "cold_starts": 0.0, "idle": idle}
+    assert made.batches[0].wait == 1500.0

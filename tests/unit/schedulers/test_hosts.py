@@ -41,7 +41,7 @@ class Balancer:
         self._lock = threading.Lock()
 
     def run(self, argv: Sequence[str], *, timeout: float) -> Completed:
-        _, verb, node = argv
+        dummy, verb, node = argv
         with self._lock:
             self.calls.append((verb, node))
         if verb == "state":

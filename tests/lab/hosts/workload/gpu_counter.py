@@ -1,4 +1,3 @@
-#!/usr/bin/python3
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
@@ -69,7 +68,7 @@ def main() -> None:
 
     server = http.server.ThreadingHTTPServer(("", PORT), Page)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGTERM, lambda *dummy: stop.set())
     print(f"counting from step {state['step']} under driver {driver}", flush=True)
     while not stop.wait(STEP_SECONDS):
         state["step"] += 1
