@@ -5,9 +5,10 @@
 
 LAB ?= .build/lab
 NODES ?= 3
+try = printf 'lab: %s\n' 'try it with: ANSIBLE_COLLECTIONS_PATH=.build .build/venv/bin/ansible-playbook gpufleet.driver.status -i $(LAB)/$(1)/inventory.yml' 'stop it with: make lab-stop'
 
 help: ## Show this help
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z -]+:.*## /{split($$1, name, " "); printf "  make %-12s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
 
 setup: ## Install what the tests and labs need (done by every other target)
 	@tests/setup
@@ -18,17 +19,17 @@ demo: setup ## Upgrade a small lab fleet while it works, and write report.html
 test: ## Everything: lint, unit, sanity, integration, Molecule, metal
 	@tests/run
 
-lint unit sanity integration molecule metal: ## One part of the tests
+lint unit sanity integration molecule metal: ## One part of the tests: lint, unit, sanity, integration, molecule or metal
 	@tests/run $@
 
 bench: setup ## Run all benchmarks, or one with NAME=holders_vs_lsof
 	@tests/bench/run $(NAME)
 
 lab-hosts: setup ## Start a lab of containers (NODES=3) and print its inventory
-	@tests/lab/hosts/lab up --nodes $(NODES) --state $(LAB)/hosts --workload && echo "lab: stop it with: make lab-stop"
+	@tests/lab/hosts/lab up --nodes $(NODES) --state $(LAB)/hosts --workload && $(call try,hosts)
 
 lab-metal: setup ## Start a lab of virtual machines (NODES=3) and print its inventory
-	@tests/lab/metal/lab up --nodes $(NODES) --state $(LAB)/metal && echo "lab: stop it with: make lab-stop"
+	@tests/lab/metal/lab up --nodes $(NODES) --state $(LAB)/metal && $(call try,metal)
 
 lab-stop: ## Stop both labs
 	@for lab in hosts metal; do [ ! -d $(LAB)/$$lab ] || tests/lab/$$lab/lab down --state $(LAB)/$$lab; done
