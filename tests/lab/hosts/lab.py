@@ -58,7 +58,13 @@ def run(argv: list[str], deadline: float = 60, check: bool = True, show: bool = 
     errors = None if show else subprocess.PIPE
     try:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=deadline
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            timeout=deadline,
+            check=False,
         )
     except FileNotFoundError:
         raise LabError(f"{argv[0]} is missing: run tests/setup packages") from None

@@ -24,7 +24,7 @@ from vm import HERE, LabError, Machine, run
 
 DISK_SIZE = "6G"
 FIRST_MODULES = ("virtio_pci", "virtio_blk", "virtio_net", "virtio_rng")
-FILES = ("bake.py", "vm.py", "init.c", "serve")
+FILES = ("bake.py", "vm.py", "init.c", "serve.py", "bytecode.py")
 
 
 def say(text: str) -> None:
@@ -46,7 +46,7 @@ class Baked:
 
 def built(script: str) -> Path:
     """The folder that another lab's build script prints."""
-    done = subprocess.run([HERE.parent / script], stdout=subprocess.PIPE, text=True, timeout=3600)
+    done = subprocess.run([HERE.parent / script], stdout=subprocess.PIPE, text=True, timeout=3600, check=False)
     if done.returncode:
         raise LabError(f"tests/lab/{script} failed (see above)")
     return Path(done.stdout.strip().splitlines()[-1])
@@ -77,7 +77,9 @@ def extract_vmlinux(image: bytes) -> bytes:
 def piped(tool: str, payload: bytes) -> bytes:
     """Decompress a payload whose last four bytes are its size, added by the kernel's build."""
     try:
-        return subprocess.run([tool, "-dc"], input=payload[:-4], stdout=subprocess.PIPE, timeout=120).stdout
+        return subprocess.run(
+            [tool, "-dc"], input=payload[:-4], stdout=subprocess.PIPE, timeout=120, check=False
+        ).stdout
     except FileNotFoundError:
         raise LabError(f"{tool} is missing: install it to unpack this kernel") from None
 
@@ -86,7 +88,7 @@ def modules_in_order(modules: Path) -> list[Path]:
     """Files of FIRST_MODULES and what they depend on, dependencies first."""
     depends, by_name = {}, {}
     for line in (modules / "modules.dep").read_text().splitlines():
-        name, _, needed = line.partition(":")
+        name, dummy, needed = line.partition(":")
         depends[name] = needed.split()
         by_name[Path(name).name.split(".")[0].replace("-", "_")] = name
     ordered: list[str] = []
@@ -107,7 +109,12 @@ def make_initrd(modules: Path, target: Path) -> None:
         (root / "mods").write_text("".join(f"/{file.name}\n" for file in files))
         names = "".join(f"{path.name}\n" for path in sorted(root.iterdir()))
         packed = subprocess.run(
-            ["cpio", "-o", "-H", "newc", "--quiet"], input=names.encode(), cwd=root, stdout=subprocess.PIPE, timeout=60
+            ["cpio", "-o", "-H", "newc", "--quiet"],
+            input=names.encode(),
+            cwd=root,
+            stdout=subprocess.PIPE,
+            timeout=60,
+            check=True,
         )
         target.write_bytes(packed.stdout)
 
@@ -121,6 +128,9 @@ def make_disk(image: Path, target: Path) -> None:
         run("tar", "--numeric-owner", "--xattrs", "-C", root, "-xf", image / "root.tar")
         sources = root / "etc/apt/sources.list.d/standin.list"
         sources.write_text(f"deb [trusted=yes] {vm.REPOSITORY_URL} ./\n")
+        packages = root / "usr/lib/python3/dist-packages"
+        shutil.copy(HERE / "bytecode.py", packages / "gpufleet_lab_bytecode.py")
+        (packages / "gpufleet_lab_bytecode.pth").write_text("import gpufleet_lab_bytecode\n")
         run("truncate", "-s", DISK_SIZE, raw)
         run("mkfs.ext4", "-q", "-F", "-L", "root", "-J", "size=16", "-E", "lazy_itable_init=0", "-d", root, raw)
         run("qemu-img", "convert", "-O", "qcow2", raw, target)

@@ -12,6 +12,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,7 +50,9 @@ def run(*argv: str | Path, timeout: float = 600) -> str:
     """Standard output of a command that must succeed."""
     words = [str(word) for word in argv]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, check=False
+        )
     except FileNotFoundError:
         raise LabError(f"{words[0]} is missing: run tests/setup packages") from None
     except subprocess.TimeoutExpired:
@@ -138,7 +141,7 @@ class Machine:
         if self.running():
             raise LabError(f"{self.name} is running already (pid {self.pid})")
         self.monitor.unlink(missing_ok=True)
-        serve = shlex.join([str(HERE / "serve"), self.repository]).replace(",", ",,")
+        serve = shlex.join([sys.executable, str(HERE / "serve.py"), self.repository]).replace(",", ",,")
         argv = [
             "qemu-system-x86_64", "-name", self.name, "-M", "q35,hpet=off", *accelerator(),
             "-smp", "1", "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config", "-display", "none",

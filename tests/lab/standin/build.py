@@ -48,7 +48,9 @@ def run(*argv: str | Path, cwd: Path | None = None, timeout: int = 900) -> str:
     """Standard output of a command that must succeed; its standard error goes into the error otherwise."""
     words = [str(word) for word in argv]
     try:
-        done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment())
+        done = subprocess.run(
+            words, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment(), check=False
+        )
     except FileNotFoundError:
         raise BuildError(f"{words[0]} is missing: run tests/setup packages") from None
     except subprocess.TimeoutExpired:
@@ -73,7 +75,9 @@ def say(text: str) -> None:
 
 def image_kernel() -> str:
     """Kernel version of the labs' image, which is made first where it is not there yet."""
-    done = subprocess.run([HERE.parent / "image" / "build"], stdout=subprocess.PIPE, text=True, timeout=3600)
+    done = subprocess.run(
+        [HERE.parent / "image" / "build"], stdout=subprocess.PIPE, text=True, timeout=3600, check=False
+    )
     if done.returncode:
         raise BuildError(
             "the labs' image could not be made (see above), so its kernel is not known; or name one: --abi VERSION"
@@ -379,7 +383,7 @@ def build(abi: str, payload: int) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tests/lab/standin/build", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="tests/lab/standin/build", description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument(
         "--abi", help="kernel to build the modules for, e.g. 6.1.0-57-cloud-amd64 (default: the labs' image's)"
     )
