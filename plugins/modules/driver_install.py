@@ -155,6 +155,11 @@ def main() -> None:
         module.fail_json(msg=f"Nothing was changed: {exc}", findings=[finding.as_dict() for finding in exc.findings])
     except (SourceError, JournalError) as exc:
         module.fail_json(msg=str(exc), findings=[])
+    except OSError as exc:
+        module.fail_json(
+            msg=f"{exc.filename or module.params['state_dir']}: {exc.strerror}; mend that, then run this again: it goes on where it stopped",
+            findings=[],
+        )
     module.exit_json(**done.as_dict(), **({"diff": done.diff()} if module._diff else {}))
 
 

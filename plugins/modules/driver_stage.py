@@ -125,6 +125,11 @@ def main() -> None:
         module.fail_json(msg=f"Not staged: {exc}", findings=[finding.as_dict() for finding in exc.findings])
     except (SourceError, JournalError) as exc:
         module.fail_json(msg=str(exc), findings=[])
+    except OSError as exc:
+        module.fail_json(
+            msg=f"{exc.filename or module.params['state_dir']}: {exc.strerror}; nothing was installed. Mend that, then stage again",
+            findings=[],
+        )
     if stale:
         module.warn(stale.message)
     module.exit_json(

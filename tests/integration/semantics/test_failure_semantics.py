@@ -216,3 +216,13 @@ def test_a_damaged_journal_is_told_at_once(play: Callable, tmp_path: Path) -> No
     - ansible.builtin.debug: {{msg: "{{{{ gpu_outcome.name }}}}: {{{{ gpu_outcome.reason }}}}"}}
 """)
     assert "lost: it broke; then" in played.output and "is damaged" in played.output
+
+
+def test_nothing_to_bring_back_is_no_error(play: Callable, tmp_path: Path) -> None:
+    played = play(
+        "- ansible.builtin.import_playbook: gpufleet.driver.rollback\n",
+        "-e",
+        f"gpu_state_dir={tmp_path}/state gpu_hosts=a ansible_become=false gpu_report_dir={tmp_path}",
+    )
+    assert played.rc == 0, played.output[-3000:]
+    assert "No node of 'a' that answered has a driver build to go back to" in played.output
