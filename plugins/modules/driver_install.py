@@ -156,10 +156,8 @@ def main() -> None:
     except (SourceError, JournalError) as exc:
         module.fail_json(msg=str(exc), findings=[])
     except OSError as exc:
-        module.fail_json(
-            msg=f"{exc.filename or module.params['state_dir']}: {exc.strerror}; mend that, then run this again: it goes on where it stopped",
-            findings=[],
-        )
+        found = f"{exc.filename or module.params['state_dir']}: {exc.strerror}"
+        module.fail_json(msg=f"{found}; mend that, then run this again: it goes on where it stopped", findings=[])
     module.exit_json(**done.as_dict(), **({"diff": done.diff()} if module._diff else {}))
 
 

@@ -126,10 +126,8 @@ def main() -> None:
     except (SourceError, JournalError) as exc:
         module.fail_json(msg=str(exc), findings=[])
     except OSError as exc:
-        module.fail_json(
-            msg=f"{exc.filename or module.params['state_dir']}: {exc.strerror}; nothing was installed. Mend that, then stage again",
-            findings=[],
-        )
+        found = f"{exc.filename or module.params['state_dir']}: {exc.strerror}"
+        module.fail_json(msg=f"{found}; nothing was installed. Mend that, then stage again", findings=[])
     if stale:
         module.warn(stale.message)
     module.exit_json(
