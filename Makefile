@@ -26,7 +26,8 @@ bench: setup ## Run all benchmarks, or one with NAME=holders_vs_lsof
 	@tests/bench/run $(NAME)
 
 lab-hosts: setup ## Start a lab of containers (NODES=3) and print its inventory
-	@tests/lab/hosts/lab up --nodes $(NODES) --state $(LAB)/hosts --workload && $(call try,hosts)
+	@tests/lab/hosts/lab up --nodes $(NODES) --state $(LAB)/hosts --workload
+	@mkdir -p $(LAB)/hosts/group_vars && cp tests/lab/hosts/gpu_nodes.yml $(LAB)/hosts/group_vars/ && $(call try,hosts)
 
 lab-metal: setup ## Start a lab of virtual machines (NODES=3) and print its inventory
 	@tests/lab/metal/lab up --nodes $(NODES) --state $(LAB)/metal && $(call try,metal)
