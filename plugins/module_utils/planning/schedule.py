@@ -186,11 +186,14 @@ class _Walk:
         for node in batch:
             for index in (*model.residents[node], *self.came.get(node, ())):
                 if over[index]:
-                    if node in model.items[index].nodes and index not in seen and not self.moved[index]:
-                        seen.add(index)
-                        self.played.fates.append(Fate(index, number, STAY, 0.0, reason="ends before its node's turn"))
-                        empty = min(now - end[index], model.gap[node])
-                        self.played.idle += model.items[index].idle * empty
+                    item = model.items[index]
+                    if node in item.nodes and not self.moved[index]:
+                        if index not in seen:
+                            seen.add(index)
+                            stays = Fate(index, number, STAY, 0.0, reason="ends before its node's turn")
+                            self.played.fates.append(stays)
+                        here = item.nodes.count(node) / len(item.nodes)
+                        self.played.idle += item.idle * here * min(now - end[index], model.gap[node])
                 elif index not in seen and node in self.where[index]:
                     seen.add(index)
                     affected.append(index)

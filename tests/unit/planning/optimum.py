@@ -21,6 +21,7 @@ def least_loss(
     """GPU-seconds lost by the best plan found with batches of at most ``sizes``, and whether none is better.
 
     :param canary: nodes of each GPU model that make up the first batch.
+    :param seconds: the solver's effort in its own time, about seconds: how busy the machine is makes no difference.
     """
     model = cp_model.CpModel()
     nodes, works = snapshot.nodes, snapshot.workloads
@@ -157,7 +158,7 @@ def least_loss(
         idles.append(idle)
     model.minimize(4 * sum(costs) + sum(idles))
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.max_deterministic_time = seconds
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 1
     status = solver.solve(model)

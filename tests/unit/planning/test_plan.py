@@ -309,3 +309,12 @@ def test_a_domain_that_waits_is_filled_by_queued_work(demand: Demand, idle: floa
     made = plan.make(fleet, Policy(NEW, canary=0, batch_size=(2,)))
     assert made.lost == {"moves": 0.0, "cold_starts": 0.0, "idle": idle}
     assert made.batches[0].wait == 1500.0
+
+
+def test_each_node_of_a_gang_that_ended_stands_idle_once() -> None:
+    nodes = (node("a", free={"gpu": 0}), node("b", free={"gpu": 0}), node("c"))
+    gang = workload("w", "a", "b", gpus=8, remaining=60.0)
+    fleet = Snapshot(nodes, (gang,), queue={"H100": Demand(8.0, 0.0, 3600.0, 600.0)})
+    made = plan.make(fleet, Policy(NEW, canary=("c",), batch_size=(1,)))
+    assert [batch.nodes for batch in made.batches] == [("c",), ("a",), ("b",)]
+    assert made.lost == {"moves": 0.0, "cold_starts": 0.0, "idle": 2 * 8 * 300.0}

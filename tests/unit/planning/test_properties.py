@@ -203,14 +203,28 @@ def test_batches_keep_to_their_sizes_and_domain_limits(snapshot: Snapshot, polic
 
 
 @FEW
-@given(fleets(), st.sampled_from((1, 2)))
-def test_an_empty_node_more_never_makes_the_plan_worse(snapshot: Snapshot, size: int) -> None:
-    policy = Policy(NEW, batch_size=(size,), canary=0, max_wait=900.0)
+@given(
+    fleets(),
+    st.sampled_from((1, 2)),
+    st.booleans(),
+    st.lists(st.sampled_from(("H100", "A100")), min_size=1, max_size=2),
+)
+def test_empty_nodes_more_never_make_the_plan_worse(
+    snapshot: Snapshot, size: int, has_canary: bool, models: list[str]
+) -> None:
+    """With the same canary: a number of canaries would take the empty nodes instead."""
+    policy = Policy(NEW, batch_size=(size,), canary=int(has_canary), max_wait=900.0)
     before = plan.make(snapshot, policy)
-    more = node("extra", free={"gpu": 8, "cpu": 64, "mig-1g.10gb": 7}, domains={"rack": "a"}, labels={"pool": "x"})
-    after = plan.make(replace(snapshot, nodes=(*snapshot.nodes, more)), policy)
-    assert len(after.blocked) <= len(before.blocked)
-    if set(dict(after.blocked)) == set(dict(before.blocked)):
+    policy = replace(policy, canary=before.canary or 0)
+    before = plan.make(snapshot, policy)
+    room = {"gpu": 8, "cpu": 64, "mig-1g.10gb": 7}
+    more = [
+        node(f"extra{n}", gpu_model=model, free=room, domains={"rack": "a"}, labels={"pool": "x"})
+        for n, model in enumerate(models)
+    ]
+    after = plan.make(replace(snapshot, nodes=(*snapshot.nodes, *more)), policy)
+    assert set(dict(after.blocked)) <= set(dict(before.blocked))
+    if len(after.blocked) == len(before.blocked):
         assert after.total_lost <= before.total_lost + 1e-6
 
 
