@@ -151,10 +151,29 @@ def test_rollback_undoes_a_finished_upgrade(fleet: Fleet) -> None:
     second = fleet.play("upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1,gpu-2", gpu_skip_unfit=True)
     assert second.rc != 0 and "locked by run first" in second.output, "though the driver of gpu-1 is not loaded"
     assert playing.end().rc == 0
+    fleet.sh(
+        "gpu-1",
+        "mv /var/lib/gpufleet/packages/{535.183.01,away} && sed -i 's/^deb/# deb/' /etc/apt/sources.list.d/lab.list",
+    )
+    fleet.sh("gpu-1", "rm -rf /var/lib/apt/lists/*")
+    refused = fleet.play("rollback", **one)
+    assert refused.rc != 0 and refused.outcomes == {"gpu-1": "refused"}
+    assert fleet.sh("gpu-1", SERVICES).split() == ["active", "active"], "a node without a way back is left at work"
+    fleet.sh("gpu-1", "mv /var/lib/gpufleet/packages/{away,535.183.01}")
     played = fleet.play("rollback", **one)
     assert played.rc == 0, played.output[-5000:]
     assert fleet.packages("gpu-1") == before and fleet.loaded("gpu-1") == OLD
     assert fleet.sh("gpu-1", SERVICES).split() == ["active", "active"]
+    left = {
+        "run": {"id": "r", "target": OLD},
+        "steps": [],
+        "before": {},
+        "outcome": {"name": "quarantined"},
+        "schema": 1,
+    }
+    fleet.sh("gpu-3", f"mkdir -p /var/lib/gpufleet && echo '{json.dumps(left)}' > /var/lib/gpufleet/journal.json")
+    planned = fleet.play("plan", gpu_driver_version=OLD, gpu_hosts="gpu-3")
+    assert "1 nodes in 1 batches" in planned.output, "a quarantined node is out of service, whatever driver it has"
     fleet.lab("unplug", "gpu-2")
     unseen = fleet.play("recover", gpu_hosts="gpu-2")
     assert unseen.rc != 0 and "could not be looked at" in unseen.output
