@@ -25,15 +25,15 @@ def _compile_once(pathname, source):
     path = f"{FOLDER}/{_imp.source_hash(3571, source).hex()}-{len(source)}"
     try:
         with open(path, "rb") as stream:
-            return marshal.load(stream)
+            return marshal.load(stream)  # noqa: S302
     except (OSError, EOFError, ValueError, TypeError):
         code = _compile(pathname, source)
     try:
-        os.makedirs(FOLDER, 0o700, exist_ok=True)
+        os.makedirs(FOLDER, 0o700, exist_ok=True)  # noqa: PTH103
         temporary = f"{path}.{os.getpid()}"
         with open(temporary, "wb") as stream:
             marshal.dump(code, stream)
-        os.replace(temporary, path)
+        os.replace(temporary, path)  # noqa: PTH105
     except OSError:
         pass  # a full disk only makes it slower
     return code
