@@ -226,3 +226,16 @@ def test_nothing_to_bring_back_is_no_error(play: Callable, tmp_path: Path) -> No
     )
     assert played.rc == 0, played.output[-3000:]
     assert "No node of 'a' that answered has a driver build to go back to" in played.output
+
+
+def test_recover_does_not_call_a_silent_node_well(play: Callable, tmp_path: Path) -> None:
+    silent = '{"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_port": 1}'
+    played = play(
+        "- ansible.builtin.import_playbook: gpufleet.driver.recover\n",
+        "-e",
+        f"gpu_hosts=a gpu_report_dir={tmp_path}",
+        "-e",
+        silent,
+    )
+    assert played.rc != 0
+    assert "could not be looked at, so nobody knows how they are: a: " in played.output, played.output[-3000:]
