@@ -27,7 +27,8 @@ def _compile_once(pathname, source):
         with open(path, "rb") as stream:
             return marshal.load(stream)  # noqa: S302
     except (OSError, EOFError, ValueError, TypeError):
-        code = _compile(pathname, source)
+        pass
+    code = _compile(pathname, source)
     try:
         os.makedirs(FOLDER, 0o700, exist_ok=True)  # noqa: PTH103
         temporary = f"{path}.{os.getpid()}"

@@ -28,6 +28,7 @@ def lab(state: str, command: str, *words: str) -> subprocess.CompletedProcess[st
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        check=False,
         timeout=1800,
     )
 

@@ -20,11 +20,11 @@ CHUNK = 1 << 18
 
 def headers(lines: list[bytes]) -> dict[str, str]:
     pairs = (line.decode("latin-1").partition(":") for line in lines)
-    return {name.strip().lower(): value.strip() for name, _, value in pairs}
+    return {name.strip().lower(): value.strip() for name, dummy, value in pairs}
 
 
 def answer(request: str, asked: dict[str, str], folder: Path) -> None:
-    method, _, rest = request.partition(" ")
+    method, dummy, rest = request.partition(" ")
     path = (folder / unquote(rest.split(" ")[0]).lstrip("/")).resolve()
     if method not in ("GET", "HEAD"):
         return reply("405 Method Not Allowed", {"Content-Length": "0"})
