@@ -275,7 +275,7 @@ class DnfNode:
     def publish(self, streams: dict[str, list[str]] | None = None, only: str = "*") -> None:
         repo = self.base / "repo"
         shutil.rmtree(repo)
-        shutil.rmtree(self.root / "var/cache/dnf", ignore_errors=True)  # two repositories of one second look alike to dnf
+        shutil.rmtree(self.root / "var/cache/dnf", ignore_errors=True)  # dnf: made in one second, so the same
         repo.mkdir()
         for rpm in (self.base / "rpms/out").rglob(f"{only}.rpm"):
             shutil.copy(rpm, repo)
