@@ -253,7 +253,7 @@ class Apt(DriverSource):
                 "install the driver once by its own instructions",
             )
             return PackagePlan(APT, target.text, flavour, findings=(nothing,))
-        policies = self._policies([*wanted, *(name for dummy, dummy, names in wanted.values() for name in names)])
+        policies = self._policies([*wanted, *(name for entry in wanted.values() for name in entry[2])])
         staged = read_manifest(staging_directory(self.state_dir, target.text))
         builds: dict[str, Build] = {}
         findings: list[Finding] = []

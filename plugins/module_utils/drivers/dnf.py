@@ -194,7 +194,7 @@ class Dnf(DriverSource):
             parsed = naming.parse_rpm(build.name)
             if parsed is not None:
                 wanted[build.name] = (build, parsed, naming.rpm_counterparts(parsed, target, flavour, kernel))
-        offered = self._offers(name for dummy, dummy, names in wanted.values() for name in names)
+        offered = self._offers(name for entry in wanted.values() for name in entry[2])
         staged = read_manifest(staging_directory(self.state_dir, target.text))
         builds: dict[str, Build] = {}
         for old, (build, parsed, names) in wanted.items():
