@@ -32,7 +32,7 @@ def need(*programs: str) -> None:
     """Skip, saying so, where a tool is missing."""
     for program in programs:
         if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed")
+            pytest.skip(f"{program} is not installed; tests/setup packages installs it")
 
 
 @dataclass

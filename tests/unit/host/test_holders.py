@@ -502,7 +502,7 @@ int cuCheckpointProcessGetState(int pid, int *state)
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to make a libcuda with")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a libcuda is compiled here: install gcc")
 @pytest.mark.parametrize(
     ("pid", "state"),
     [(0, "running"), (1, "locked"), (2, "checkpointed"), (3, "failed"), (5, "locked"), (8, "none"), (9, "unknown")],
@@ -515,7 +515,7 @@ def test_the_checkpoint_state_by_the_library(tmp_path: Path, pid: int, state: st
     assert holders.checkpoint_states([pid], 2.0, library=library) == {pid: state}
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to make a libcuda with")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a libcuda is compiled here: install gcc")
 def test_one_process_that_hangs_the_question_does_not_hide_the_others(tmp_path: Path) -> None:
     (tmp_path / "libcuda.c").write_text(LIBCUDA)
     library = str(tmp_path / "libcuda.so.1")

@@ -21,7 +21,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.processes imp
 
 DEVICE = "/dev/full"
 NUMBER = (1, 7)
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace and mknod need root")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace and mknod: run as root")
 
 
 def scan() -> Scan:
@@ -186,7 +186,7 @@ def test_processes_that_come_and_go_meanwhile() -> None:
             thread.join()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else to be refused")
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes somebody else to be refused: run as root")
 def test_what_may_not_be_looked_into_is_said() -> None:
     read_end, write_end = os.pipe()
     pid = os.fork()
