@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 # make help lists the targets. Everything is set up on first use and cached under ~/.cache/gpufleet.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit sanity integration molecule metal bench lab-hosts lab-metal lab-stop clean
+.PHONY: help setup demo test lint unit sanity integration molecule metal bench lab-hosts lab-metal lab-slurm lab-stop clean
 
 LAB ?= .build/lab
+SLURM_LAB ?= /tmp/gpufleet-slurm
 NODES ?= 3
 try = printf 'lab: %s\n' 'try it with: ANSIBLE_COLLECTIONS_PATH=.build .build/venv/bin/ansible-playbook gpufleet.driver.status -i $(LAB)/$(1)/inventory.yml' 'stop it with: make lab-stop'
 
@@ -32,7 +33,11 @@ lab-hosts: setup ## Start a lab of containers (NODES=3) and print its inventory
 lab-metal: setup ## Start a lab of virtual machines (NODES=3) and print its inventory
 	@tests/lab/metal/lab up --nodes $(NODES) --state $(LAB)/metal && $(call try,metal)
 
-lab-stop: ## Stop both labs
+lab-slurm: setup ## Start a Slurm cluster on this machine (NODES=3)
+	@tests/lab/slurm/lab up --nodes $(NODES) --state $(SLURM_LAB)
+
+lab-stop: ## Stop the labs
+	@[ ! -d $(SLURM_LAB) ] || tests/lab/slurm/lab down --state $(SLURM_LAB)
 	@for lab in hosts metal; do [ ! -d $(LAB)/$$lab ] || tests/lab/$$lab/lab down --state $(LAB)/$$lab; done
 
 clean: lab-stop ## Remove what was built in this checkout (the cache stays)

@@ -1,0 +1,477 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A Slurm cluster on this machine: real munge, slurmctld and one slurmd for each node, up in about two seconds.
+
+Jobs are real processes of this machine; the GPUs are stand-ins (character devices that do nothing). "README.md" beside
+this file says what is real and what is not. Needs root, and the packages in tests/lab/packages.txt
+(tests/setup packages); the packages' own services are not used and may be stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PROGRAM = HERE / "lab"
+REGISTRY = Path("/run/gpufleet-slurm")  # one link a lab that is up, named by its index
+FIRST_PORT, PORTS_EACH, MOST_LABS = 20000, 256, 48
+DRIVER = "535.183.01"
+CONTROLLER, MUNGE = "slurmctld", "munge"
+GPU_MODEL = "h100"
+CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+
+
+class LabError(Exception):
+    """Something the person at the keyboard can act on."""
+
+
+def say(text: str) -> None:
+    print(f"lab: {text}", flush=True)
+
+
+def run(argv: list[str], deadline: float = 30, check: bool = True, env: dict[str, str] | None = None) -> str:
+    """Standard output of a command; LabError with its last words if it fails."""
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline, check=False, env=env
+        )
+    except FileNotFoundError:
+        raise LabError(f"{argv[0]} is missing: run tests/setup packages") from None
+    except subprocess.TimeoutExpired:
+        raise LabError(f"no end after {deadline:.0f} s: {' '.join(argv)}") from None
+    if check and done.returncode:
+        raise LabError(f"rc {done.returncode} from: {' '.join(argv)}\n{(done.stderr or done.stdout).strip()[-2000:]}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def write(path: Path, text: str, mode: int = 0o644) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+
+
+def check_state(state: Path) -> None:
+    """The daemons run as users of their own and speak over a Unix socket below this directory."""
+    if len(str(state)) > 80:
+        raise LabError(f"{state}: more than 80 characters, too long for the socket below it; take a shorter --state")
+    state.mkdir(parents=True, exist_ok=True)
+    for path in (state, *state.parents):
+        if not path.stat().st_mode & 0o001:
+            raise LabError(f"{path}: users munge and slurm may not enter it; chmod o+x it, or take another --state")
+
+
+class Lab:
+    """What one state directory says is up."""
+
+    def __init__(self, state: Path, data: dict) -> None:
+        self.state = state
+        self.data = data
+        self.index: int = data["index"]
+        self.port = FIRST_PORT + self.index * PORTS_EACH
+        self.conf = state / "etc/slurm.conf"
+
+    @classmethod
+    def load(cls, state: Path) -> Lab:
+        try:
+            return cls(state, json.loads((state / "lab.json").read_text()))
+        except FileNotFoundError:
+            raise LabError(f"no lab at {state}; start one with: {PROGRAM} up --state {state}") from None
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"gpu-{number}" for number in range(1, self.data["nodes"] + 1)]
+
+    @property
+    def records(self) -> list[str]:
+        return [f"record-{number:04d}" for number in range(1, self.data["records"] + 1)]
+
+    def environment(self) -> dict[str, str]:
+        return {"SLURM_CONF": str(self.conf), "PATH": f"{self.state}/bin:{os.environ['PATH']}"}
+
+    # -- files
+
+    def configure(self) -> None:
+        slurm, munge = pwd.getpwnam("slurm"), pwd.getpwnam("munge")
+        for name, mode, owner in (
+            ("etc", 0o755, None), ("spool", 0o755, None), ("dev", 0o755, None), ("bin", 0o755, None),
+            ("nodes", 0o755, None), ("log", 0o1777, None), ("run", 0o1777, None), ("jobs", 0o1777, None),
+            ("ctld", 0o755, slurm), ("munge", 0o755, munge), ("munge/private", 0o700, munge),
+        ):  # fmt: skip
+            path = self.state / name
+            path.mkdir(exist_ok=True)
+            path.chmod(mode)
+            if owner:
+                os.chown(path, owner.pw_uid, owner.pw_gid)
+        key = self.state / "munge/private/key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        os.chown(key, munge.pw_uid, munge.pw_gid)
+        for number in range(self.data["gpus"]):
+            # with plain files a job starts, but is told of no GPU
+            os.mknod(self.state / f"dev/nvidia{number}", 0o666 | 0o020000, os.makedev(1, 3))
+            (self.state / f"dev/nvidia{number}").chmod(0o666)
+        for name in self.nodes:
+            (self.state / "spool" / name).mkdir(exist_ok=True)
+            write(self.state / "nodes" / f"{name}.driver", f"{DRIVER}\n")
+        write(self.state / "etc/gres.conf", self.gres())
+        # 22.05 has no word for "no control groups" and wants the file empty; later releases want the word
+        old = run(["slurmctld", "-V"]).split()[-1].startswith(("21.", "22."))
+        write(self.state / "etc/cgroup.conf", "" if old else "CgroupPlugin=disabled\n")
+        write(self.conf, self.slurm_conf())
+        write(self.state / "etc/reboot", REBOOT.format(state=self.state, conf=self.conf), 0o755)
+        write(self.state / "bin/nvidia-smi", NVIDIA_SMI.format(state=self.state), 0o755)
+
+    def gres(self) -> str:
+        gpus = self.data["gpus"]
+        devices = f"{self.state}/dev/nvidia[0-{gpus - 1}]" if gpus > 1 else f"{self.state}/dev/nvidia0"
+        lines = [f"NodeName={name} Name=gpu Type={GPU_MODEL} File={devices}\n" for name in self.nodes]
+        if self.records:
+            names = f"record-[0001-{len(self.records):04d}]"
+            lines.append(f"NodeName={names} Name=gpu Type={GPU_MODEL} Count={gpus}\n")
+        return "".join(lines)
+
+    def slurm_conf(self) -> str:
+        host = os.uname().nodename
+        settings = {
+            "ClusterName": "lab",
+            "SlurmctldHost": f"{host}(127.0.0.1)",
+            "SlurmctldPort": self.port,
+            "SlurmUser": "slurm",
+            "SlurmdUser": "root",
+            "AuthType": "auth/munge",
+            # the short life of credentials makes a requeued job eligible after 6 s instead of two minutes
+            "AuthInfo": f"socket={self.state}/munge/socket,cred_expire=5",
+            "CredType": "cred/munge",
+            "StateSaveLocation": f"{self.state}/ctld",
+            "SlurmdSpoolDir": f"{self.state}/spool/%n",
+            "SlurmctldPidFile": f"{self.state}/run/slurmctld.pid",
+            "SlurmdPidFile": f"{self.state}/run/%n.pid",
+            "SlurmctldLogFile": f"{self.state}/log/slurmctld.log",
+            "SlurmdLogFile": f"{self.state}/log/%n.log",
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "JobAcctGatherType": "jobacct_gather/none",
+            "AccountingStorageType": "accounting_storage/none",
+            "MpiDefault": "none",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_Core",
+            "SchedulerParameters": "sched_interval=2,bf_interval=2,sched_min_interval=0,batch_sched_delay=0",
+            "SlurmdParameters": "config_overrides",
+            "GresTypes": "gpu",
+            "ReturnToService": 1,
+            "SlurmdTimeout": 0 if self.records else 20,
+            "KillWait": 2,
+            "MinJobAge": 3600,
+            "JobRequeue": 1,
+            "RebootProgram": f"{self.state}/etc/reboot",
+            "ResumeTimeout": 60,
+            "MaxArraySize": 10001,
+            "MaxJobCount": 50000,
+            **dict(text.split("=", 1) for text in self.data["settings"]),
+        }
+        machine = "CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=4000"
+        lines = [f"{name}={value}" for name, value in settings.items()]
+        gres = f"gpu:{GPU_MODEL}:{self.data['gpus']}"
+        lines.append(f"NodeName=DEFAULT {machine} Gres={gres} Feature=lab State=UNKNOWN")
+        lines += [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={self.port + number}"
+            for number, name in enumerate(self.nodes, 1)
+        ]
+        if self.records:
+            lines.append(f"NodeName=record-[0001-{len(self.records):04d}] NodeAddr=127.0.0.1 Port={self.port + 255}")
+        lines.append("PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        return "\n".join(lines) + "\n"
+
+    # -- processes: all in one process namespace, so that ending its first process ends every one of them
+
+    def start(self, deadline: float) -> None:
+        argv = ["unshare", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "sleep", "infinity"]
+        outside = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        self.data["outside"] = outside.pid
+        children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children")
+        limit = time.monotonic() + 5
+        while not (found := children.read_text().split()) or not is_called(int(found[0]), "sleep"):
+            if time.monotonic() > limit:
+                raise LabError("no process namespace within 5 s; may this machine's root run: unshare --pid --fork ?")
+            time.sleep(0.01)
+        self.data["inside"] = int(found[0])
+        self.save()
+        for daemon in (MUNGE, CONTROLLER, *self.nodes):
+            self.start_daemon(daemon, fresh=True)
+        self.wait(deadline)
+
+    def save(self) -> None:
+        write(self.state / "lab.json", json.dumps(self.data, indent=2) + "\n")
+
+    def inside(self, argv: list[str], check: bool = True) -> str:
+        """Run argv among the daemons."""
+        if not is_called(self.data.get("inside", 0), "sleep"):
+            raise LabError(f"the lab at {self.state} is not running; end it with: {PROGRAM} down --state {self.state}")
+        environment = {**CLEAN, "SLURM_CONF": str(self.conf)}
+        enter = ["nsenter", "--target", str(self.data["inside"]), "--pid", "--mount", "--"]
+        # a daemon keeps what it is given: neither its output nor its session may be ours
+        return run([*enter, "setsid", *argv], check=check, env=environment)
+
+    def pid_file(self, daemon: str) -> Path:
+        return self.state / ("munge/private/pid" if daemon == MUNGE else f"run/{daemon}.pid")
+
+    def start_daemon(self, daemon: str, fresh: bool = False, booted: bool = False) -> None:
+        if daemon == MUNGE:
+            private = self.state / "munge/private"
+            argv = ["setpriv", "--reuid", "munge", "--regid", "munge", "--clear-groups", "munged", "--force"]
+            argv += [f"--socket={self.state}/munge/socket", f"--key-file={private}/key", f"--log-file={private}/log"]
+            argv += [f"--pid-file={private}/pid", f"--seed-file={private}/seed"]
+        elif daemon == CONTROLLER:
+            argv = ["slurmctld", *(["-c"] if fresh else [])]  # without its state it would forget every job
+        else:
+            self.check_node(daemon)
+            argv = ["slurmd", *(["-b"] if booted else []), "-N", daemon]
+        self.inside(["sh", "-c", 'exec "$@" >/dev/null 2>>"$0"', f"{self.state}/log/start.log", *argv])
+
+    def check_node(self, name: str) -> None:
+        if name not in self.nodes:
+            raise LabError(f"no daemon {name}; there are: {', '.join((MUNGE, CONTROLLER, *self.nodes))}")
+
+    def kill_daemon(self, daemon: str, sign: int = signal.SIGKILL) -> None:
+        """The pid in a pid file is the namespace's, so the signal is sent in there."""
+        if daemon not in (MUNGE, CONTROLLER):
+            self.check_node(daemon)
+        self.inside(["kill", f"-{int(sign)}", self.pid_file(daemon).read_text().strip()])
+
+    def client(self, argv: list[str], deadline: float = 20, check: bool = True) -> str:
+        return run(argv, deadline=deadline, check=check, env={**os.environ, **self.environment()})
+
+    def states(self) -> dict[str, str]:
+        text = self.client(["sinfo", "--noheader", "--Node", "--format=%N %t"], check=False)
+        return dict(line.split() for line in text.splitlines())
+
+    def wait(self, deadline: float) -> None:
+        """Until every node is idle."""
+        limit = time.monotonic() + deadline
+        wanted = {CONTROLLER: "up"} if not self.nodes else dict.fromkeys(self.nodes, "idle")
+        while True:
+            up = {CONTROLLER: "up"} if "UP" in self.client(["scontrol", "ping"], check=False) else {}
+            found = self.states() if up and self.nodes else up
+            if wanted.items() <= found.items():
+                return
+            if time.monotonic() > limit:
+                raise LabError(f"not every node is idle after {deadline:.0f} s: {found}; logs: {self.state}/log")
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        outside = self.data.get("outside", 0)
+        if is_called(outside, "unshare"):
+            os.kill(outside, signal.SIGKILL)
+            limit = time.monotonic() + 20
+            while is_called(self.data.get("inside", 0), "sleep"):
+                if time.monotonic() > limit:
+                    raise LabError(f"processes of the lab at {self.state} are still there after 20 s of SIGKILL")
+                time.sleep(0.01)
+
+
+NVIDIA_SMI = """\
+#!/bin/sh
+# Stands for nvidia-smi in jobs: one line a GPU of the job, with the version that the lab says the node has.
+version=$(cat {state}/nodes/"${{SLURMD_NODENAME:?only in a job}}".driver)
+for gpu in $(echo "$CUDA_VISIBLE_DEVICES" | tr , ' '); do
+  case " $* " in *driver_version*) echo "$version" ;; *) echo "GPU $gpu: NVIDIA H100 (UUID: GPU-$gpu)" ;; esac
+done
+"""
+
+# RebootProgram is not told for which node it runs: that is read from the slurmd that started it. The new slurmd says
+# that its machine has just booted, and must not inherit what a reconfigured one tells its children.
+REBOOT = """\
+#!/bin/bash
+pid=$PPID name=
+while [ "$pid" -gt 1 ] && [ -z "$name" ]; do
+  mapfile -d '' -t words </proc/"$pid"/cmdline
+  case ${{words[0]}} in *slurmd) for i in "${{!words[@]}}"; do
+    [ "${{words[$i]}}" != -N ] || name=${{words[$((i + 1))]}}
+  done ;; esac
+  pid=$(awk '{{print $4}}' /proc/"$pid"/stat)
+done
+[ -n "$name" ] || exit 1
+[ ! -e {state}/nodes/"$name".stuck ] || exit 0
+echo booted >>{state}/nodes/"$name".boots
+setsid bash -c "kill \\$(cat {state}/run/$name.pid); sleep 2
+  exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin SLURM_CONF={conf} slurmd -b -N $name" </dev/null >/dev/null 2>&1 &
+"""
+
+
+def is_called(pid: int, name: str) -> bool:
+    """Whether that process lives and is what we started, not another that got its number."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == name
+    except OSError:
+        return False
+
+
+def claim(state: Path, data: dict) -> Lab:
+    """Take a free index (it gives the ports); write lab.json, so that "down" can undo."""
+    with locked(REGISTRY / "lock"):
+        if (state / "lab.json").exists():
+            raise LabError(f"a lab is up, or was not ended, at {state}; end it with: {PROGRAM} down --state {state}")
+        for index in range(MOST_LABS):
+            mark = REGISTRY / str(index)
+            if mark.is_symlink():
+                if (mark.readlink() / "lab.json").exists():
+                    continue
+                mark.unlink()
+            mark.symlink_to(state)
+            lab = Lab(state, {**data, "index": index})
+            lab.save()
+            return lab
+    raise LabError(f"{MOST_LABS} labs are up already; end one with: down --state DIR")
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def up(options: argparse.Namespace) -> None:
+    if not (0 <= options.nodes <= 200 and 1 <= options.gpus <= 8 and 0 <= options.records <= 9999):
+        raise LabError("--nodes is 0 to 200, --gpus 1 to 8 and --records 0 to 9999")
+    if not options.nodes + options.records:
+        raise LabError("a cluster needs --nodes or --records")
+    for text in options.set:
+        if not all(text.partition("=")):
+            raise LabError(f"--set {text}: expected NAME=VALUE, as in slurm.conf")
+    started = time.monotonic()
+    check_state(options.state)
+    data = {"nodes": options.nodes, "gpus": options.gpus, "records": options.records, "settings": options.set}
+    lab = claim(options.state, data)
+    try:
+        lab.configure()
+        lab.start(options.deadline)
+    except BaseException:
+        if not options.keep:
+            say("that failed: taking the lab down again (--keep leaves it for a look)")
+            remove(lab)
+        raise
+    nodes = f"{lab.nodes[0]} to {lab.nodes[-1]}" if len(lab.nodes) > 1 else "".join(lab.nodes) or "no node"
+    say(f"{nodes} of {options.gpus} GPUs, {len(lab.records)} records, up in {time.monotonic() - started:.1f} s")
+    say(f'use it: eval "$({PROGRAM} env --state {options.state})"; sinfo')
+    say(f"end it: {PROGRAM} down --state {options.state}")
+
+
+def remove(lab: Lab) -> None:
+    """Each step stands alone: after a crash some of it is not there."""
+    lab.end()
+    for name in ("etc", "spool", "dev", "bin", "nodes", "log", "run", "jobs", "ctld", "munge"):
+        shutil.rmtree(lab.state / name, ignore_errors=True)
+    (REGISTRY / str(lab.index)).unlink(missing_ok=True)
+    (lab.state / "lab.json").unlink(missing_ok=True)
+
+
+def down(options: argparse.Namespace) -> None:
+    if not (options.state / "lab.json").exists():
+        say(f"no lab at {options.state}: nothing to do")
+        return
+    remove(Lab.load(options.state))
+    say(f"the lab at {options.state} is gone")
+
+
+def status(options: argparse.Namespace) -> None:
+    lab = Lab.load(options.state)
+    if "UP" not in lab.client(["scontrol", "ping"], check=False):
+        say(f"slurmctld does not answer; start it with: {PROGRAM} start --state {options.state} {CONTROLLER}")
+        return
+    form = "--format=%10N %12T %20G %25f %.60E"
+    print(lab.client(["sinfo", "--Node", form, *([f"--nodes={','.join(lab.nodes)}"] if lab.nodes else [])]), end="")
+    print(lab.client(["squeue", "--all", "--array"]), end="")
+
+
+def env(options: argparse.Namespace) -> None:
+    for name, value in Lab.load(options.state).environment().items():
+        print(f"export {name}={value!r}")
+
+
+def execute(options: argparse.Namespace) -> None:
+    environment = {**os.environ, **Lab.load(options.state).environment()}
+    os.execvpe(options.argv[0], options.argv, environment)  # noqa: S606
+
+
+def daemons(options: argparse.Namespace) -> None:
+    lab = Lab.load(options.state)
+    for daemon in options.daemons:
+        if options.command in ("kill", "stop"):
+            lab.kill_daemon(daemon, signal.SIGKILL if options.command == "kill" else signal.SIGTERM)
+        else:
+            lab.start_daemon(daemon, booted=options.command == "boot")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog=str(PROGRAM), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, handler: Callable, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(handler=handler)
+        sub.add_argument(
+            "--state", type=lambda text: Path(text).resolve(), required=True, metavar="DIR", help="the lab's directory"
+        )
+        return sub
+
+    sub = command("up", up, "start a cluster")
+    sub.add_argument("--nodes", type=int, default=4, metavar="N", help="nodes, named gpu-1 to gpu-N (default 4)")
+    sub.add_argument("--gpus", type=int, default=4, metavar="N", help="GPUs in each node, 1 to 8 (default 4)")
+    text = "further nodes without a slurmd, named record-0001 and so on (default 0)"
+    sub.add_argument("--records", type=int, default=0, metavar="N", help=text)
+    text = "a line of slurm.conf, in place of the lab's own"
+    sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "seconds until every node must be idle (default 60)"
+    sub.add_argument("--deadline", type=float, default=60, metavar="S", help=text)
+    sub.add_argument("--keep", action="store_true", help="leave everything in place if the start fails")
+    command("down", down, "end the cluster and its jobs, and remove all it made")
+    command("status", status, "show its nodes and jobs")
+    command("env", env, "print what a shell needs to use it")
+    sub = command("exec", execute, "run a command that uses it")
+    sub.add_argument("argv", nargs="+", metavar="ARG")
+    for name, text in {
+        "kill": "end daemons at once, as a crash does; a node's jobs live on",
+        "stop": "ask daemons to end",
+        "start": "start daemons again, with the state they had",
+        "boot": "start a node's slurmd as after a reboot of the machine",
+    }.items():
+        sub = command(name, daemons, text)
+        sub.add_argument("daemons", metavar="DAEMON", nargs="+", help="munge, slurmctld or the name of a node")
+
+    options = parser.parse_args()
+    if os.geteuid() != 0:
+        raise LabError("needs root, for namespaces and devices; try: sudo " + " ".join([str(PROGRAM), *sys.argv[1:]]))
+    options.handler(options)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except LabError as error:
+        print(f"lab: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
