@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 # make help lists the targets. Everything is set up on first use and cached under ~/.cache/gpufleet.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit sanity integration molecule metal bench lab-hosts lab-metal lab-slurm lab-stop clean
+.PHONY: help setup demo test lint unit sanity integration molecule metal bench lab-hosts lab-metal lab-slurm lab-kubernetes lab-stop clean
 
 LAB ?= .build/lab
 SLURM_LAB ?= /tmp/gpufleet-slurm
@@ -36,9 +36,12 @@ lab-metal: setup ## Start a lab of virtual machines (NODES=3) and print its inve
 lab-slurm: setup ## Start a Slurm cluster on this machine (NODES=3)
 	@tests/lab/slurm/lab up --nodes $(NODES) --state $(SLURM_LAB)
 
+lab-kubernetes: setup ## Start a Kubernetes control plane with simulated nodes (NODES=3)
+	@tests/lab/kubernetes/lab up --nodes $(NODES) --state $(LAB)/kubernetes
+
 lab-stop: ## Stop the labs
 	@[ ! -d $(SLURM_LAB) ] || tests/lab/slurm/lab down --state $(SLURM_LAB)
-	@for lab in hosts metal; do [ ! -d $(LAB)/$$lab ] || tests/lab/$$lab/lab down --state $(LAB)/$$lab; done
+	@for lab in hosts metal kubernetes; do [ ! -d $(LAB)/$$lab ] || tests/lab/$$lab/lab down --state $(LAB)/$$lab; done
 
 clean: lab-stop ## Remove what was built in this checkout (the cache stays)
 	@rm -rf .build .mypy_cache .pytest_cache .ruff_cache .hypothesis
