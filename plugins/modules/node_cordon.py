@@ -20,6 +20,7 @@ author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
   - gpufleet.driver.attributes.fleet
+  - gpufleet.driver.fleet
 attributes:
   check_mode:
     support: full
@@ -38,11 +39,6 @@ options:
     type: list
     elements: str
     required: true
-  scheduler:
-    description: Who places work on the nodes. V(hosts) is nobody, so plain machines.
-    type: str
-    choices: [hosts]
-    default: hosts
   run_id:
     description: Identifies the run in the marks.
     type: str
@@ -54,34 +50,9 @@ options:
     type: list
     elements: str
     default: []
-  cordon_command:
-    description:
-      - For O(scheduler=hosts). Command that takes a node out of service, for example at a load balancer, as a list of
-        arguments. V({node}) in an argument is replaced by the node's name. No shell is involved.
-    type: list
-    elements: str
-  uncordon_command:
-    description: For O(scheduler=hosts). Command that puts a node back. Goes together with O(cordon_command).
-    type: list
-    elements: str
-  state_command:
-    description:
-      - For O(scheduler=hosts). Command that exits with 0 if the node is in service and with 1 if it is out of service.
-      - Without it, a node is taken to be in service unless it is marked.
-    type: list
-    elements: str
-  timeout:
-    description: Seconds that one command for one node may take.
-    type: int
-    default: 60
-  state_dir:
-    description:
-      - For O(scheduler=hosts). Directory for the marks. It is created with mode V(0700) if it is missing.
-    type: path
-    default: /var/lib/gpufleet
 seealso:
+  - module: gpufleet.driver.node_evacuate
   - module: gpufleet.driver.fleet_lock
-  - module: gpufleet.driver.host_workloads
 """
 
 EXAMPLES = r"""
@@ -90,9 +61,10 @@ EXAMPLES = r"""
     state: cordoned
     nodes: "{{ ansible_play_batch }}"
     run_id: "{{ gpu_run_id }}"
-    cordon_command: [/usr/local/bin/lb, drain, "{node}"]
-    uncordon_command: [/usr/local/bin/lb, enable, "{node}"]
-    state_command: [/usr/local/bin/lb, enabled, "{node}"]
+    scheduler_options:
+      cordon_command: [/usr/local/bin/lb, drain, "{node}"]
+      uncordon_command: [/usr/local/bin/lb, enable, "{node}"]
+      state_command: [/usr/local/bin/lb, enabled, "{node}"]
   delegate_to: lb-1
   run_once: true
   register: cordon
@@ -166,22 +138,17 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.statefile import S
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
+            **registry.ARGUMENTS,
             "state": {"type": "str", "choices": ["cordoned", "uncordoned"], "required": True},
             "nodes": {"type": "list", "elements": "str", "required": True},
-            "scheduler": {"type": "str", "choices": list(registry.NAMES), "default": "hosts"},
             "run_id": {"type": "str", "required": True},
             "ours": {"type": "list", "elements": "str", "default": []},
-            "cordon_command": {"type": "list", "elements": "str"},
-            "uncordon_command": {"type": "list", "elements": "str"},
-            "state_command": {"type": "list", "elements": "str"},
-            "timeout": {"type": "int", "default": 60},
-            "state_dir": {"type": "path", "default": "/var/lib/gpufleet"},
         },
         supports_check_mode=True,
     )
     p = module.params
     try:
-        scheduler = registry.get(p["scheduler"], execution.run, p)
+        scheduler = registry.get(p, execution.run)
         act = scheduler.cordon if p["state"] == "cordoned" else scheduler.uncordon
         results = act(p["nodes"], Mark(p["run_id"], time.time()), check=module.check_mode)
     except (SchedulerError, StateFileError) as exc:

@@ -1,7 +1,7 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""What a scheduler is asked for: take nodes out of service and put them back, and know whose doing it was.
+"""What a scheduler is asked for: what runs where, and to empty nodes, take them out of service and put them back.
 
 A scheduler is one file beside this one with a subclass of :class:`Scheduler`, named in registry.py. Everything takes
 and gives many nodes at once, so that a system with a central API is asked with few, concurrent requests.
@@ -12,9 +12,11 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Node, Snapshot
 
 
 class SchedulerError(Exception):
@@ -68,17 +70,136 @@ class NodeResult:
         }
 
 
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of one workload by the plan: ``move`` or ``cold_start`` (on nodes ``to``), ``wait`` or ``stay``."""
+
+    workload: str
+    fate: str
+    to: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> Fate:
+        """From the JSON form of a plan (``batches[].workloads[]`` of the module ``upgrade_plan``)."""
+        return cls(str(item["workload"]), str(item["fate"]), tuple(item.get("to") or ()))
+
+
+@dataclass(frozen=True)
+class End:
+    """What became of one workload on a node: ``ended`` by itself, ``requeued``, ``evicted``, ``stopped`` or ``left``
+    where it was; ``reason`` says why, with what was seen."""
+
+    workload: str
+    how: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Evacuated:
+    """How far one node is emptied. ``waiting`` tells what is still on it and what is waited for; an empty one is done.
+
+    ``failed`` says that waiting longer is of no use, and ``msg`` why and what to do next.
+    """
+
+    ends: tuple[End, ...] = ()
+    waiting: tuple[str, ...] = ()
+    changed: bool = False
+    failed: bool = False
+    msg: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "empty": not self.waiting and not self.failed,
+            "workloads": [asdict(end) for end in self.ends],
+            "waiting": list(self.waiting),
+            "changed": self.changed,
+            "failed": self.failed,
+            "msg": self.msg,
+        }
+
+
 class Scheduler(ABC):
     """Who places work on nodes. One node's trouble is in its own result; :class:`SchedulerError` is for all of them.
 
     A node that was out of service before us is foreign: it is neither marked nor, later, put back into service.
-    Both calls can be repeated: they finish what an interrupted one has begun.
+    Every call can be repeated: it finishes what an interrupted one has begun.
     """
+
+    @abstractmethod
+    def snapshot(self, names: Sequence[str]) -> Snapshot:
+        """The fleet as the scheduler sees it: every node it has, also those not in ``names``, and the work on them."""
 
     @abstractmethod
     def cordon(self, nodes: Sequence[str], mark: Mark, check: bool = False) -> dict[str, NodeResult]:
         """Take ``nodes`` out of service for new work, leaving ``mark``; with ``check``, only say what would change."""
 
     @abstractmethod
+    def evacuate(
+        self,
+        nodes: Sequence[str],
+        mark: Mark,
+        fates: Sequence[Fate],
+        deadline: float,
+        patience: float,
+        check: bool = False,
+    ) -> dict[str, Evacuated]:
+        """Empty cordoned ``nodes`` as ``fates`` say, for at most ``patience`` seconds: who calls repeats, and shows
+        what is waited for in between. From ``deadline`` (Unix seconds) on, work that may not be taken away fails its
+        node. A workload without a fate is waited for.
+        """
+
+    @abstractmethod
+    def validate(
+        self, nodes: Sequence[str], mark: Mark, gpus: Mapping[str, int], timeout: float, check: bool = False
+    ) -> dict[str, NodeResult]:
+        """Prove with the scheduler's own means, within ``timeout`` seconds, that cordoned ``nodes`` can work: it sees
+        the number of ``gpus`` given, and its work runs there, while they stay closed to everybody else's."""
+
+    @abstractmethod
     def uncordon(self, nodes: Sequence[str], mark: Mark, check: bool = False) -> dict[str, NodeResult]:
         """Put those of ``nodes`` back into service that this collection took out, under whatever run id."""
+
+    @abstractmethod
+    def settle(self, mark: Mark, check: bool = False) -> list[str]:
+        """At the end of a run, take away what it left besides marks (constraints on moved work, reservations, taints);
+        one line for each thing taken away."""
+
+
+def with_host_facts(snapshot: Snapshot, hosts: Sequence[Mapping[str, Any]], scheduler: str) -> Snapshot:
+    """The scheduler's view corrected by what the nodes say of themselves (``gpu_node`` of the role ``preflight``).
+
+    The kernel's word on the loaded driver and the GPUs counts more than a label. A node that did not answer for itself
+    is no node to upgrade, and a host that the scheduler does not know cannot be emptied by it: both are skipped, with
+    the reason. Without ``hosts`` the snapshot is returned as it is.
+    """
+    if not hosts:
+        return snapshot
+    said = {str(host["name"]): host for host in hosts}
+    nodes = [
+        _told(node, said[node.name])
+        if node.name in said
+        else replace(node, skip=node.skip or "not among the hosts of this run")
+        for node in snapshot.nodes
+    ]
+    known = {node.name for node in snapshot.nodes}
+    nodes += [
+        replace(_told(Node(name), host), skip=f"{scheduler} knows no node of that name")
+        for name, host in said.items()
+        if name not in known
+    ]
+    return replace(snapshot, nodes=tuple(nodes))
+
+
+def _told(node: Node, host: Mapping[str, Any]) -> Node:
+    models = [str(model) for model in host.get("gpus") or ()]
+    domain = host.get("domain")
+    return replace(
+        node,
+        gpu_model=" + ".join(sorted(set(models))) or node.gpu_model,
+        gpus=len(models) or node.gpus,
+        loaded=host.get("loaded") or node.loaded,
+        installed=host.get("installed") or node.installed,
+        domains={**({"nvlink": str(domain)} if domain else {}), **node.domains},
+        skip=host.get("skip") or node.skip,
+        unfinished=bool(host.get("unfinished")),
+    )

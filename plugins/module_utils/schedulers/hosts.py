@@ -11,14 +11,17 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import statefile
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Node, Snapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (
+    Evacuated,
+    Fate,
     Mark,
     NodeResult,
     Scheduler,
@@ -63,11 +66,36 @@ class Hosts(Scheduler):
         self._timeout = timeout
         self._workers = workers
 
+    def snapshot(self, names: Sequence[str]) -> Snapshot:
+        """Nobody places work on plain machines, so nobody else knows of any."""
+        return Snapshot(nodes=tuple(Node(name) for name in dict.fromkeys(names)))
+
     def cordon(self, nodes: Sequence[str], mark: Mark, check: bool = False) -> dict[str, NodeResult]:
         return self._each(nodes, lambda node: self._take_out(node, mark, check))
 
+    def evacuate(
+        self,
+        nodes: Sequence[str],
+        mark: Mark,
+        fates: Sequence[Fate],
+        deadline: float,
+        patience: float,
+        check: bool = False,
+    ) -> dict[str, Evacuated]:
+        """Nothing: the machines' own work is the module ``host_workloads``'s."""
+        return {node: Evacuated() for node in nodes}
+
+    def validate(
+        self, nodes: Sequence[str], mark: Mark, gpus: Mapping[str, int], timeout: float, check: bool = False
+    ) -> dict[str, NodeResult]:
+        """Nothing beyond what the module ``driver_validate`` proves on the machine itself."""
+        return self._each(nodes, self._as_it_is)
+
     def uncordon(self, nodes: Sequence[str], mark: Mark, check: bool = False) -> dict[str, NodeResult]:
         return self._each(nodes, lambda node: self._put_back(node, check))
+
+    def settle(self, mark: Mark, check: bool = False) -> list[str]:
+        return []
 
     def _each(self, nodes: Sequence[str], act: Callable[[str], NodeResult]) -> dict[str, NodeResult]:
         self._marks()  # a file that cannot be read is everybody's trouble, not the first node's
@@ -81,6 +109,10 @@ class Hosts(Scheduler):
         distinct = list(dict.fromkeys(nodes))
         with ThreadPoolExecutor(max_workers=max(1, min(self._workers, len(distinct)))) as pool:
             return dict(zip(distinct, pool.map(one, distinct)))
+
+    def _as_it_is(self, node: str) -> NodeResult:
+        state = self._look(node)
+        return NodeResult(state, state)
 
     def _take_out(self, node: str, mark: Mark, check: bool) -> NodeResult:
         before = self._look(node)

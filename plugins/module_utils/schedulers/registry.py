@@ -16,15 +16,32 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base im
 
 NAMES = ("hosts",)
 
+ARGUMENTS: dict[str, Any] = {
+    "scheduler": {"type": "str", "choices": list(NAMES), "default": "hosts"},
+    "scheduler_options": {
+        "type": "dict",
+        "apply_defaults": True,
+        "options": {
+            "timeout": {"type": "int", "default": 60},
+            "state_dir": {"type": "path", "default": "~/.local/state/gpufleet"},
+            "cordon_command": {"type": "list", "elements": "str"},
+            "uncordon_command": {"type": "list", "elements": "str"},
+            "state_command": {"type": "list", "elements": "str"},
+        },
+    },
+}
+"""The argument spec of the doc fragment ``gpufleet.driver.fleet``."""
 
-def get(name: str, run: Runner, options: Mapping[str, Any]) -> Scheduler:
-    """The scheduler ``name``; it takes from ``options`` (a module's parameters) what is its own.
 
-    :raises SchedulerError: if there is none of that name, or its options do not fit.
+def get(parameters: Mapping[str, Any], run: Runner) -> Scheduler:
+    """The scheduler that a module's ``parameters`` ask for; it takes from the options what is its own.
+
+    :raises SchedulerError: if its options do not fit.
     """
+    name, options = parameters["scheduler"], parameters["scheduler_options"]
     if name == "hosts":
         from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.hosts import Hosts
 
-        own = ("state_dir", "ours", "cordon_command", "uncordon_command", "state_command", "timeout")
-        return Hosts(run, **{key: options[key] for key in own})
+        own = ("state_dir", "cordon_command", "uncordon_command", "state_command", "timeout")
+        return Hosts(run, **{key: options[key] for key in own}, ours=parameters.get("ours") or ())
     raise SchedulerError(f"no scheduler is called {name!r}; expected one of {', '.join(NAMES)}")

@@ -223,9 +223,11 @@ def test_only_what_we_took_out_of_service_comes_back(fleet: Fleet, tmp_path: Pat
     script.chmod(stat.S_IRWXU)
     played = fleet.play(
         "upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1,gpu-3", gpu_batch_size=2, gpu_canary=1, **WORKLOAD,
-        gpu_cordon_command=[str(script), "drain", "{node}"],
-        gpu_uncordon_command=[str(script), "enable", "{node}"],
-        gpu_cordon_state_command=[str(script), "state", "{node}"],
+        gpu_scheduler_options={
+            "cordon_command": [str(script), "drain", "{node}"],
+            "uncordon_command": [str(script), "enable", "{node}"],
+            "state_command": [str(script), "state", "{node}"],
+        },
     )  # fmt: skip
     assert played.rc == 0, played.output[-5000:]
     assert sorted(path.name for path in service.iterdir()) == ["gpu-1", "gpu-2"]

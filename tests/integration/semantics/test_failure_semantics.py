@@ -153,10 +153,11 @@ def service_roles(tmp_path: Path, damaged: str) -> tuple[str, Path]:
     gpu_run_id: first
     gpu_driver_version: 550.90.07
     gpu_state_dir: "{tmp_path}/{{{{ inventory_hostname }}}}"
-    gpu_cordon_state_dir: "{tmp_path}/marks"
-    gpu_cordon_command: [{script}, drain, "{{node}}"]
-    gpu_uncordon_command: [{script}, enable, "{{node}}"]
-    gpu_cordon_state_command: [{script}, state, "{{node}}"]
+    gpu_scheduler_options:
+      state_dir: "{tmp_path}/marks"
+      cordon_command: [{script}, drain, "{{node}}"]
+      uncordon_command: [{script}, enable, "{{node}}"]
+      state_command: [{script}, state, "{{node}}"]
   tasks:
 """
     for role in ("cordon", "uncordon"):

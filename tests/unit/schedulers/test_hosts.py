@@ -224,7 +224,16 @@ def test_half_a_pair_of_commands_is_refused(tmp_path: Path) -> None:
 
 
 def test_registry(tmp_path: Path) -> None:
-    options = {**COMMANDS, "state_dir": str(tmp_path), "ours": [], "timeout": 5, "other": 1}
-    assert isinstance(registry.get("hosts", execution.run, options), Hosts)
+    options = {**COMMANDS, "state_dir": str(tmp_path), "timeout": 5, "other": 1}
+    assert isinstance(registry.get({"scheduler": "hosts", "scheduler_options": options}, execution.run), Hosts)
     with pytest.raises(SchedulerError, match="no scheduler is called 'lsf'; expected one of hosts"):
-        registry.get("lsf", execution.run, options)
+        registry.get({"scheduler": "lsf", "scheduler_options": {}}, execution.run)
+
+
+def test_plain_machines_have_nothing_to_evacuate_or_settle(tmp_path: Path) -> None:
+    balancer = Balancer("n2")
+    these = hosts(tmp_path, balancer)
+    assert [node.name for node in these.snapshot(["n2", "n1", "n2"]).nodes] == ["n2", "n1"]
+    assert these.evacuate(["n1"], R1, [], 0.0, 0.0)["n1"].as_dict()["empty"]
+    assert these.validate(["n2"], R1, {"n2": 8}, 1.0)["n2"].after == State(True)
+    assert these.settle(R1) == [] and not balancer.changes()

@@ -1,0 +1,59 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Node, Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (
+    End,
+    Evacuated,
+    Fate,
+    with_host_facts,
+)
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def merged(*hosts: dict, **node: object) -> dict[str, Node]:
+    snapshot = Snapshot(nodes=(Node("n1", **{"gpus": 8, "loaded": "535.1", **node}), Node("n2")))
+    return {each.name: each for each in with_host_facts(snapshot, hosts, "slurm").nodes}
+
+
+def test_the_kernel_is_believed_before_the_label() -> None:
+    fact = {"name": "n1", "loaded": "550.2", "installed": "550.2", "gpus": [H100] * 7, "domain": "nv-3"}
+    node = merged(fact, domains={"rack": "r1"})["n1"]
+    assert (node.loaded, node.installed, node.gpu_model, node.gpus) == ("550.2", "550.2", H100, 7)
+    assert node.domains == {"nvlink": "nv-3", "rack": "r1"} and node.skip is None and not node.unfinished
+
+
+def test_a_host_that_says_nothing_keeps_what_the_scheduler_said() -> None:
+    node = merged({"name": "n1", "loaded": "", "installed": "", "gpus": [], "unfinished": True})["n1"]
+    assert (node.loaded, node.gpus, node.unfinished) == ("535.1", 8, True)
+
+
+def test_nodes_of_only_one_side_are_skipped_with_the_reason() -> None:
+    nodes = merged({"name": "n1"}, {"name": "N9", "gpus": [H100]})
+    assert nodes["n2"].skip == "not among the hosts of this run"
+    assert nodes["N9"].skip == "slurm knows no node of that name" and nodes["N9"].gpus == 1
+    assert nodes["n1"].skip is None
+
+
+def test_a_reason_of_the_host_to_skip_it_is_kept() -> None:
+    assert merged({"name": "n1", "skip": "unfit: no headers"})["n1"].skip == "unfit: no headers"
+
+
+def test_without_hosts_the_scheduler_is_believed() -> None:
+    assert set(merged()) == {"n1", "n2"} and merged()["n2"].skip is None
+
+
+def test_fate_of_a_plan() -> None:
+    item = {"workload": "job-7", "fate": "move", "nodes": ["n1"], "to": ["n5"], "lost_gpu_hours": 0.1, "reason": ""}
+    assert Fate.of(item) == Fate("job-7", "move", ("n5",))
+
+
+def test_evacuated_is_empty_when_nothing_is_waited_for() -> None:
+    done = Evacuated((End("job-7", "requeued", "saved step 10"),), changed=True)
+    assert done.as_dict()["empty"]
+    assert done.as_dict()["workloads"] == [{"workload": "job-7", "how": "requeued", "reason": "saved step 10"}]
+    assert not Evacuated(waiting=("job-8 until 12:00",)).as_dict()["empty"]
+    assert not Evacuated(failed=True, msg="gone").as_dict()["empty"]
