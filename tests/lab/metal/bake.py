@@ -24,7 +24,12 @@ from vm import HERE, LabError, Machine, run
 
 DISK_SIZE = "6G"
 FIRST_MODULES = ("virtio_pci", "virtio_blk", "virtio_net", "virtio_rng")
-FILES = ("bake.py", "vm.py", "init.c", "serve.py", "bytecode.py")
+WORKLOAD = HERE.parent / "hosts/workload"
+FILES = (
+    *(HERE / name for name in ("bake.py", "vm.py", "init.c", "serve.py", "bytecode.py")),
+    WORKLOAD / "gpu_counter.py",
+    WORKLOAD / "gpu-counter.service",
+)
 
 
 def say(text: str) -> None:
@@ -131,6 +136,11 @@ def make_disk(image: Path, target: Path) -> None:
         packages = root / "usr/lib/python3/dist-packages"
         shutil.copy(HERE / "bytecode.py", packages / "gpufleet_lab_bytecode.py")
         (packages / "gpufleet_lab_bytecode.pth").write_text("import gpufleet_lab_bytecode\n")
+        program = root / "usr/lib/gpufleet-lab/gpu-counter"
+        program.parent.mkdir()
+        program.write_text("#!/usr/bin/python3\n" + (WORKLOAD / "gpu_counter.py").read_text())
+        program.chmod(0o755)
+        shutil.copy(WORKLOAD / "gpu-counter.service", root / "usr/lib/systemd/system")
         run("truncate", "-s", DISK_SIZE, raw)
         run("mkfs.ext4", "-q", "-F", "-L", "root", "-J", "size=16", "-E", "lazy_itable_init=0", "-d", root, raw)
         run("qemu-img", "convert", "-O", "qcow2", raw, target)
@@ -187,7 +197,7 @@ def bake(driver: str) -> Baked:
     abi = (image / "kernel").read_text().strip()
     host_key = (image / "root/etc/ssh/ssh_host_ed25519_key.pub").read_text().strip()
     parts = [image.name, standin.name, abi, run("qemu-system-x86_64", "--version"), " ".join(vm.accelerator())]
-    parts += [(HERE / name).read_text() for name in FILES]
+    parts += [path.read_text() for path in FILES]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpufleet"
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     folder = cache / f"metal-{key}"

@@ -4,6 +4,7 @@
  *
  * Parameters: gpus=N        how many GPUs it claims (default 2)
  *             gpu_name=TEXT their model
+ *             serial=N      goes into the GPUs' UUIDs, so that two machines can have different ones (default 0)
  *             fail_load=1   loading fails, as after an initialisation error
  *             stuck=1       holds one reference to itself that no process explains; may be written while loaded
  */
@@ -19,6 +20,8 @@ static int gpus = 2;
 module_param(gpus, int, 0444);
 static char *gpu_name = "NVIDIA Stand-in GPU";
 module_param(gpu_name, charp, 0444);
+static int serial;
+module_param(serial, int, 0444);
 static bool fail_load;
 module_param(fail_load, bool, 0444);
 
@@ -127,7 +130,7 @@ static int information_show(struct seq_file *out, void *unused)
 
 	seq_printf(out, "Model: \t\t %s\n", gpu_name);
 	seq_printf(out, "IRQ:   \t\t %ld\n", 64 + gpu);
-	seq_printf(out, "GPU UUID: \t GPU-5ca1ab1e-0000-4000-8000-%012ld\n", gpu);
+	seq_printf(out, "GPU UUID: \t GPU-5ca1ab1e-%04x-4000-8000-%012ld\n", serial & 0xffff, gpu);
 	seq_puts(out, "Video BIOS: \t 92.00.45.00.03\nBus Type: \t PCIe\nDMA Size: \t 47 bits\nDMA Mask: \t 0x7fffffffffff\n");
 	seq_printf(out, "Bus Location: \t 0000:%02lx:00.0\n", gpu + 1);
 	seq_printf(out, "Device Minor: \t %ld\n", gpu);
