@@ -1,0 +1,264 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Requests to a Kubernetes API server: the official client's configuration and connections, but plain JSON.
+
+The official client's typed models cost several times the CPU of the JSON they are made from; a fleet's pods are many.
+Requests that meet a server that is away, restarting or overloaded are sent again until it is back or ``outage``
+seconds are over, so every request sent from here must bear being sent twice.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Callable, TypeVar
+from urllib.parse import quote, urlencode
+
+JSON = "application/json"
+JSON_PATCH = "application/json-patch+json"
+MERGE_PATCH = "application/merge-patch+json"
+
+FIELD_MANAGER = "gpufleet"
+"""Who managedFields says wrote what we wrote."""
+
+_RETRY_SECONDS = 1.0
+_AWAY = (429, 502, 503, 504)
+_READ_AWAY = (500,)
+_MANY = 16
+_CONFLICTS = 8
+_CHANGED_MEANWHILE = (409, 422)
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server answered. ``body`` is decoded JSON; ``retry_after`` seconds, if the server named any."""
+
+    status: int
+    body: Any
+    retry_after: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status < 300
+
+    @property
+    def message(self) -> str:
+        said = self.body.get("message") if isinstance(self.body, dict) else None
+        return f"{self.status} {said or self.body or 'without a word'}"
+
+    @property
+    def causes(self) -> list[str]:
+        """The messages of the causes in a Status object."""
+        details = self.body.get("details") if isinstance(self.body, dict) else None
+        return [str(cause.get("message", "")) for cause in (details or {}).get("causes") or ()]
+
+
+class ClusterError(Exception):
+    """A cluster that cannot be asked, or does not answer; the text says what was seen and what to do next."""
+
+
+class ApiError(ClusterError):
+    """An answer that is no success and that nobody expected."""
+
+    def __init__(self, method: str, path: str, answer: Answer) -> None:
+        hint = "; give this account the rights in docs/kubernetes-rbac.yml" if answer.status == 403 else ""
+        super().__init__(f"the API server answered {method} {path} with {answer.message}{hint}")
+        self.answer = answer
+
+
+class Api:
+    """An API server. ``timeout`` seconds for one request, ``outage`` seconds for a server that is away to come back.
+
+    :raises ClusterError: if the official client is missing or finds no configuration.
+    """
+
+    def __init__(
+        self,
+        kubeconfig: str | None = None,
+        context: str | None = None,
+        timeout: float = 60.0,
+        outage: float = 120.0,
+        workers: int = _MANY,
+    ) -> None:
+        client = _official_client(kubeconfig, context, workers)
+        self.server = str(client.configuration.host).rstrip("/")
+        self._client = client
+        self._timeout = timeout
+        self._outage = outage
+        self._workers = workers
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        kind: str = JSON,
+        final: Iterable[int] = (),
+        **query: Any,
+    ) -> Answer:
+        """One answer, also if it is an error.
+
+        :param final: statuses that are an answer here, not a server that is away.
+        :raises ClusterError: if the server does not answer for ``outage`` seconds.
+        """
+        import urllib3.exceptions
+
+        away = {*_AWAY, *(_READ_AWAY if method == "GET" else ())} - set(final)
+        url = self.server + path + (f"?{urlencode(query)}" if query else "")
+        data = None if body is None else json.dumps(body)
+        end = time.monotonic() + self._outage
+        while True:
+            wait = _RETRY_SECONDS
+            try:
+                response = self._client.rest_client.pool_manager.request(
+                    method,
+                    url,
+                    body=data,
+                    headers=self._headers(kind if data else None),
+                    timeout=self._timeout,
+                    retries=False,
+                )
+                answer = _answer(response)
+                if answer.status not in away:
+                    return answer
+                said, wait = answer.message, answer.retry_after or _RETRY_SECONDS
+            except urllib3.exceptions.HTTPError as exc:
+                said = str(exc)
+            if time.monotonic() + wait > end:
+                raise ClusterError(
+                    f"the API server {self.server} gave no answer to {method} {path} for {self._outage:.0f} s: {said}; "
+                    "look with: kubectl get --raw /readyz"
+                )
+            time.sleep(wait)
+
+    def ask(self, method: str, path: str, body: Any = None, kind: str = JSON, **query: Any) -> Any:
+        """The decoded body of a success.
+
+        :raises ApiError: for any other answer.
+        """
+        answer = self.request(method, path, body, kind, **query)
+        if not answer.ok:
+            raise ApiError(method, path, answer)
+        return answer.body
+
+    def get(self, path: str, **query: Any) -> Any:
+        return self.ask("GET", path, **query)
+
+    def find(self, path: str, **query: Any) -> Any | None:
+        """The object at ``path``; None if there is no such object or no such resource."""
+        answer = self.request("GET", path, **query)
+        if answer.status == 404:
+            return None
+        if not answer.ok:
+            raise ApiError("GET", path, answer)
+        return answer.body
+
+    def items(self, path: str, **query: Any) -> list[dict[str, Any]]:
+        """Every object of a list, in one answer (cheaper than pages for the server too); none if there is no such
+        resource."""
+        found = self.find(path, **query)
+        return found["items"] if found else []
+
+    def each(self, function: Callable[[Given], Made], given: Iterable[Given]) -> list[Made]:
+        """``function`` of each, many at a time, in the order given."""
+        these = list(given)
+        if len(these) < 2:
+            return [function(one) for one in these]
+        with ThreadPoolExecutor(max_workers=min(self._workers, len(these))) as pool:
+            return list(pool.map(function, these))
+
+    def _headers(self, kind: str | None) -> dict[str, str]:
+        configuration = self._client.configuration
+        headers = {**self._client.default_headers, "Accept": JSON, "User-Agent": "gpufleet.driver"}
+        for setting in configuration.auth_settings().values():
+            if setting["in"] == "header" and setting["value"]:
+                headers[setting["key"]] = setting["value"]
+        if kind:
+            headers["Content-Type"] = kind
+        return headers
+
+
+def object_path(group: str, resource: str, name: str = "", namespace: str = "", sub: str = "") -> str:
+    """The path of a resource. ``group`` is ``v1`` or ``group/version``; names come from a cluster, so they are quoted.
+
+    >>> object_path("policy/v1", "poddisruptionbudgets", namespace="ml")
+    '/apis/policy/v1/namespaces/ml/poddisruptionbudgets'
+    """
+    parts = ["apis" if "/" in group else "api", *group.split("/")]
+    if namespace:
+        parts += ["namespaces", namespace]
+    parts += [part for part in (resource, name, sub) if part]
+    return "/" + "/".join(quote(part, safe="") for part in parts)
+
+
+def name_path(item: Mapping[str, Any], group: str, resource: str, sub: str = "") -> str:
+    """The path of an object that was read."""
+    meta = item["metadata"]
+    return object_path(group, resource, meta["name"], meta.get("namespace", ""), sub)
+
+
+def change_node(api: Api, name: str, change: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> Any:
+    """Write the parts of a node that ``change`` returns by path, onto the node as it was given and no other; again
+    from the start if it changed meanwhile. Nothing is written for None. Returns the node as it is then.
+
+    :raises ApiError: if there is no such node, or the server refuses.
+    """
+    path = object_path("v1", "nodes", name)
+    for dummy in range(_CONFLICTS):
+        node = api.get(path)
+        wanted = change(node)
+        if wanted is None:
+            return node
+        patch = [{"op": "test", "path": "/metadata/resourceVersion", "value": node["metadata"]["resourceVersion"]}]
+        patch += [{"op": "add", "path": where, "value": value} for where, value in wanted.items()]
+        answer = api.request("PATCH", path, patch, JSON_PATCH, fieldManager=FIELD_MANAGER)
+        if answer.ok:
+            return answer.body
+        if answer.status not in _CHANGED_MEANWHILE:
+            break
+    raise ApiError("PATCH", path, answer)
+
+
+def _answer(response: Any) -> Answer:
+    data = response.data
+    try:
+        body = json.loads(data)
+    except ValueError:
+        body = data.decode("utf-8", "replace")[:500]
+    said = response.headers.get("Retry-After", "")
+    return Answer(response.status, body, float(said) if said.isdigit() else None)
+
+
+def _official_client(kubeconfig: str | None, context: str | None, connections: int) -> Any:
+    try:
+        from kubernetes import client, config
+    except ImportError as exc:
+        raise ClusterError(
+            f"the Python package kubernetes is missing where this module runs ({exc}); "
+            "install it there: pip install kubernetes"
+        ) from exc
+    configuration = client.Configuration()
+    try:
+        if kubeconfig or context or not _in_cluster():
+            config.load_kube_config(kubeconfig, context=context, client_configuration=configuration)
+        else:
+            config.load_incluster_config(client_configuration=configuration)
+    except (config.ConfigException, OSError) as exc:
+        raise ClusterError(f"no way to reach a cluster: {exc}; give kubeconfig, or set KUBECONFIG") from exc
+    configuration.connection_pool_maxsize = connections
+    return client.ApiClient(configuration)
+
+
+def _in_cluster() -> bool:
+    """In a pod, and nobody said otherwise."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
