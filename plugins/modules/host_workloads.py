@@ -34,8 +34,9 @@ options:
     description:
       - V(stopped) frees the node of work. Containers are stopped first, then units, each in the order of O(workloads).
       - V(started) starts what was running before, in the reverse order, and checks it.
+      - V(listed) changes nothing. RV(work) says what uses the GPUs, and what V(stopped) would do about it.
     type: str
-    choices: [stopped, started]
+    choices: [stopped, started, listed]
     required: true
   workloads:
     description:
@@ -123,9 +124,79 @@ EXAMPLES = r"""
 - name: Start what was running
   gpufleet.driver.host_workloads:
     state: started
+
+- name: See what uses the GPUs, also what nobody declared
+  gpufleet.driver.host_workloads:
+    state: listed
+    workloads:
+      - name: inference
+        unit: inference.service
 """
 
 RETURN = r"""
+work:
+  description: All work that uses GPUs, and all that is declared.
+  type: list
+  elements: dict
+  returned: with O(state=listed)
+  contains:
+    name:
+      description:
+        - The name that was declared, or else that of the unit, container, pod, job or login session it is. It stays the
+          same for as long as the work runs.
+      type: str
+      returned: always
+    kind:
+      description: V(unit), V(container), V(pod), V(job), V(session) or V(process).
+      type: str
+      returned: always
+    declared:
+      description: Whether it is in O(workloads).
+      type: bool
+      returned: always
+    what:
+      description: The unit or container it is, or its name.
+      type: str
+      returned: always
+    state:
+      description: V(running), V(stopped), or V(missing) for declared work that is not on this node.
+      type: str
+      returned: always
+    owner:
+      description: Who logged in and started it, or the user it runs as.
+      type: str
+      returned: always
+    gpus:
+      description: Indices of the GPUs it computes on, as C(nvidia-smi) counts them.
+      type: list
+      elements: int
+      returned: always
+    memory:
+      description: Bytes of GPU memory it has. Null if the driver does not say.
+      type: int
+      returned: always
+    since:
+      description: When its first process was started, in Unix seconds.
+      type: float
+      returned: always
+    pids:
+      description: Its processes that have GPUs open.
+      type: list
+      elements: int
+      returned: always
+    processes:
+      description: The same, each as a phrase for a message.
+      type: list
+      elements: str
+      returned: always
+    next:
+      description: What would end it.
+      type: str
+      returned: always
+    then:
+      description: What O(state=stopped) would do about it, with the same O(wait) and O(undeclared).
+      type: str
+      returned: always
 stopped:
   description: Names of the workloads that were running and were stopped.
   type: list
@@ -180,6 +251,23 @@ undeclared:
       description: Whether it watches GPUs rather than computes on them.
       type: bool
       returned: always
+    kind:
+      description: What the largest thing is that it is part of, as in RV(work[].kind).
+      type: str
+      returned: always
+    part_of:
+      description: The name of that thing.
+      type: str
+      returned: always
+    gpus:
+      description: Indices of the GPUs whose device nodes it has open.
+      type: list
+      elements: int
+      returned: always
+    memory:
+      description: Bytes of GPU memory it has. Null where it was not asked for.
+      type: int
+      returned: always
 waited:
   description: Seconds that were waited for them.
   type: float
@@ -202,7 +290,7 @@ failed_workloads:
 workloads:
   description: State of each workload after this task.
   type: dict
-  returned: always
+  returned: with O(state=stopped) and O(state=started)
   sample:
     inference: stopped
     notebook: missing
@@ -211,7 +299,7 @@ workloads:
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders, nvml
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import SystemdError
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.workloads import (
     ENGINES,
@@ -224,14 +312,22 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.workloads imp
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
 
 
+NVML_SECONDS = 20
+
+
 def census() -> list[Holder]:
     return from_census(holders.take(run=execution.run))
+
+
+def census_with_usage() -> list[Holder]:
+    taken = holders.take(run=execution.run)
+    return from_census(taken, usage=nvml.usage(NVML_SECONDS) if taken.processes else None)
 
 
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
-            "state": {"type": "str", "choices": ["stopped", "started"], "required": True},
+            "state": {"type": "str", "choices": ["stopped", "started", "listed"], "required": True},
             "workloads": {
                 "type": "list",
                 "elements": "dict",
@@ -257,9 +353,13 @@ def main() -> None:
     p = module.params
     declared = [Workload(**{**given, "ready": tuple(given["ready"])}) for given in p["workloads"]]
     try:
-        journal = Journal.open(p["state_dir"], read_only=module.check_mode)
-        node = Workloads(journal, execution.run, census, module.log, extra_units=p["extra_units"])
-        if p["state"] == "stopped":
+        listed = p["state"] == "listed"
+        journal = Journal.open(p["state_dir"], read_only=module.check_mode or listed)
+        look = census_with_usage if listed else census
+        node = Workloads(journal, execution.run, look, module.log, extra_units=p["extra_units"])
+        if listed:
+            result = {"changed": False, "work": node.survey(declared, p["wait"], p["undeclared"])}
+        elif p["state"] == "stopped":
             result = node.stop(declared, p["wait"], p["undeclared"], check=module.check_mode)
         else:
             result = node.start(declared, check=module.check_mode)

@@ -69,6 +69,9 @@ FABRIC_STATES = {0: "not_supported", 1: "not_started", 2: "in_progress", 3: "com
 _GPU_INSTANCE_PROFILES = 32
 _COMPUTE_INSTANCE_PROFILES = 16
 _MAX_INSTANCES = 16
+_MAX_PROCESSES = 1024
+_NOT_AVAILABLE = 0xFFFFFFFFFFFFFFFF
+"""NVML_VALUE_NOT_AVAILABLE"""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,23 @@ def observe(timeout: float, library: str = LIBRARY) -> Report:
     if outcome.error is not None:
         return _failed(CRASHED, f"the process that asked NVML {outcome.error}")
     return Report(**outcome.value)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process has of the GPUs: their indices, and bytes of their memory (None if the driver does not say)."""
+
+    gpus: tuple[int, ...]
+    memory: int | None
+
+
+def usage(timeout: float, library: str = LIBRARY) -> dict[int, Usage]:
+    """Process id, as the host sees it, → what it has of the GPUs; empty if the driver cannot be asked.
+
+    A CUDA program opens the device nodes of all GPUs it may see: only NVML knows on which of them it has a context.
+    """
+    outcome = execution.call(_usage, library, timeout=timeout)
+    return outcome.value if outcome.ok else {}
 
 
 def library_versions(timeout: float, names: tuple[str, ...] = (LIBRARY, "libcuda.so.1")) -> dict[str, str | None]:
@@ -177,6 +197,17 @@ class _Fabric(ctypes.Structure):
 
 class _FabricV2(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint), *_Fabric._fields_, ("health", ctypes.c_uint)]
+
+
+class _Process(ctypes.Structure):
+    """nvmlProcessInfo_t of the functions that end in _v2 and _v3."""
+
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("memory", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
 
 
 class Placement(ctypes.Structure):
@@ -471,3 +502,33 @@ def _instances(nvml: Driver, function: str, parent: ctypes.c_void_p, profile: in
     count = ctypes.c_uint(_MAX_INSTANCES)
     nvml.call(function, parent, ctypes.c_uint(profile), handles, ctypes.byref(count))
     return [ctypes.c_void_p(handles[number]) for number in range(count.value)]
+
+
+def _usage(library: str) -> dict[int, Usage]:
+    """:raises OSError: without the library; NvmlError if it cannot be used."""
+    nvml = Driver(ctypes.CDLL(library))
+    nvml.call("nvmlInit_v2")
+    found: dict[int, Usage] = {}
+    for index in range(nvml.uint("nvmlDeviceGetCount_v2")):
+        device = _maybe(lambda number=index: nvml.handle("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(number)))
+        seen = {process.pid: process.memory for process in _processes(nvml, device)} if device else {}
+        for pid, memory in seen.items():
+            before = found.get(pid, Usage((), 0))
+            known = memory != _NOT_AVAILABLE and before.memory is not None
+            found[pid] = Usage((*before.gpus, index), (before.memory or 0) + memory if known else None)
+    return found
+
+
+def _processes(nvml: Driver, device: ctypes.c_void_p) -> list[_Process]:
+    found = []
+    for kind in ("Compute", "MPSCompute", "Graphics"):
+        for version in ("_v3", "_v2"):
+            room = (_Process * _MAX_PROCESSES)()
+            count = ctypes.c_uint(_MAX_PROCESSES)
+            try:
+                nvml.call(f"nvmlDeviceGet{kind}RunningProcesses{version}", device, ctypes.byref(count), room)
+            except NvmlError:
+                continue
+            found += [room[number] for number in range(count.value)]
+            break
+    return found

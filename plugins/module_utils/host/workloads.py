@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import NOT_FOUND_RC, Completed, Runner
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders, processes, services
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders, nvml, processes, services
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.identity import Owner
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import (
     Hold,
     Systemd,
@@ -39,6 +40,7 @@ KIND = "workloads"
 WAIT, REFUSE, STOP = "wait", "refuse", "stop"
 ENGINES = ("podman", "docker")
 
+_GPU_NODE = re.compile(r"/dev/nvidia(\d+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _QUERY = 30.0
 _TRANSIENT = 3.0
@@ -80,7 +82,11 @@ class Workload:
 @dataclass(frozen=True)
 class Holder:
     """A process that has a GPU open. ``since`` is Unix seconds; ``unit`` a unit of the system; ``container`` the full
-    id it runs in. ``management`` says that it watches GPUs rather than computes; ``next`` what would end it."""
+    id it runs in. ``management`` says that it watches GPUs rather than computes; ``next`` what would end it.
+
+    ``kind`` and ``part_of`` are the largest thing it is part of, as its owner knows it: a pod, job, container, unit,
+    login session, or nothing but the process. ``gpus`` are indices as nvidia-smi counts; ``memory`` is bytes of theirs.
+    """
 
     pid: int
     name: str
@@ -91,6 +97,10 @@ class Holder:
     unit: str | None = None
     container: str | None = None
     management: bool = False
+    kind: str = "process"
+    part_of: str = ""
+    gpus: tuple[int, ...] = ()
+    memory: int | None = None
 
     def describe(self) -> str:
         if self.since is None:
@@ -98,31 +108,73 @@ class Holder:
         return f"{self.title} since {datetime.fromtimestamp(self.since, timezone.utc):%Y-%m-%d %H:%M:%SZ}"
 
 
+def _entry(name: str, kind: str, its: Sequence[Holder]) -> dict[str, Any]:
+    """Work by its processes: indices of its GPUs, bytes of their memory (None: unknown), and since when (Unix)."""
+    gpus = sorted({gpu for holder in its for gpu in holder.gpus})
+    known = [holder.memory for holder in its if holder.memory is not None]
+    return {
+        "name": name,
+        "kind": kind,
+        "owner": next((holder.user for holder in its if holder.user), None),
+        "gpus": gpus,
+        "memory": sum(known) if known else None,
+        "since": min((holder.since for holder in its if holder.since is not None), default=None),
+        "pids": [holder.pid for holder in its],
+        "processes": [holder.describe() for holder in its],
+        "next": "; ".join(dict.fromkeys(holder.next for holder in its)),
+    }
+
+
 Census = Callable[[], Sequence[Holder]]
 
 
-def from_census(census: holders.Census, proc: str = "/proc") -> list[Holder]:
+def from_census(
+    census: holders.Census, proc: str = "/proc", usage: Mapping[int, nvml.Usage] | None = None
+) -> list[Holder]:
     """The processes of a census that hold GPUs, but for those of the system itself: they are no work, and unloading
-    the modules has its own answer to them."""
+    the modules has its own answer to them. ``usage`` is what NVML says; without it, a process counts for every GPU
+    whose device node it has open."""
     found = []
     for one in census.processes:
         if one.process is None or one.kind in (holders.SYSTEM, holders.KERNEL):
             continue
-        owner = one.process.owner
+        owner, user = one.process.owner, one.process.login or one.process.user
+        kind, part_of = _part_of(owner, one.container_name, user, f"{one.name} of {user} (PID {one.process.pid})")
+        has = (usage or {}).get(one.process.pid)
+        opened = sorted(int(match[1]) for match in map(_GPU_NODE.fullmatch, one.devices) if match)
         found.append(
             Holder(
                 pid=one.process.pid,
                 name=one.name,
                 title=one.title,
                 next=one.release.advice,
-                user=one.process.login or one.process.user,
+                user=user,
                 since=_started(one.process.pid, proc),
                 unit=owner.unit if owner.user_unit_of is None else None,
                 container=owner.container,
                 management=one.kind == holders.MANAGEMENT,
+                kind=kind,
+                part_of=part_of,
+                gpus=has.gpus if has else () if usage else tuple(opened),
+                memory=has.memory if has else None,
             )
         )
     return found
+
+
+def _part_of(owner: Owner, container_name: str | None, user: str, alone: str) -> tuple[str, str]:
+    """Kind and name of the largest thing a process is part of; ``alone`` is its name if that is nothing."""
+    if owner.pod:
+        return "pod", f"pod {owner.pod}"
+    if owner.job:
+        return "job", f"Slurm job {owner.job}"
+    if owner.container:
+        return "container", f"container {container_name or owner.container[:12]}"
+    if owner.unit and owner.unit.endswith(".service"):
+        return "unit", owner.unit if owner.user_unit_of is None else f"{owner.unit} of user {user}"
+    if owner.session:
+        return "session", f"login session {owner.session} of {user}"
+    return "process", alone
 
 
 def _started(pid: int, proc: str) -> float | None:
@@ -303,6 +355,46 @@ class Workloads:
             return known or (holder.management and not services.is_needed(holder.unit))
         return holder.name.startswith("nvidia-cuda-mps")
 
+    def survey(self, declared: Sequence[Workload], wait: float = 0, undeclared: str = WAIT) -> list[dict[str, Any]]:
+        """All work on this node that uses GPUs, or was declared, and what :meth:`stop` would do about it.
+
+        :raises WorkloadsError: if declared work cannot be looked at, or would not survive being stopped.
+        """
+        found = self._find_all(declared)
+        everybody = self.census()
+        work = []
+        for one in found:
+            known = one.workload
+            kind = "unit" if one.units else "container"
+            entry = _entry(known.name, kind, [holder for holder in everybody if one.owns(holder)])
+            names = [unit.id for unit in one.units][:1] or [known.unit or known.container]
+            then = "is stopped, and started again afterwards" if one.running else "is not running, and left so"
+            work.append({**entry, "declared": True, "what": names[0], "state": one.state, "then": then})
+        others: dict[tuple[str, str], list[Holder]] = {}
+        for holder in everybody:
+            if not any(one.owns(holder) for one in found) and not self._of_platform(holder):
+                others.setdefault((holder.kind, holder.part_of), []).append(holder)
+        for (kind, name), its in others.items():
+            then = self._then(its, wait, undeclared)
+            work.append({**_entry(name, kind, its), "declared": False, "what": name, "state": "running", "then": then})
+        return work
+
+    def _then(self, its: Sequence[Holder], wait: float, undeclared: str) -> str:
+        """What becomes of work that nobody declared."""
+        if undeclared == REFUSE:
+            return "is not declared, so the node is refused"
+        patience = f"is not declared: it is waited for, at most {wait:.0f} s, then"
+        if undeclared == STOP and all(holder.container or self._stoppable(holder) for holder in its):
+            return f"{patience} it is stopped, and started again afterwards"
+        return f"{patience} the node is given up, with its declared work untouched"
+
+    def _find_all(self, declared: Sequence[Workload]) -> list[Found]:
+        names = [workload.name for workload in declared]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise WorkloadsError(f"workloads declared more than once: {', '.join(twice)}; each needs a name of its own")
+        return [self.find(workload) for workload in declared]
+
     # -- stopping
 
     def stop(
@@ -315,11 +407,7 @@ class Workloads:
 
         :raises WorkloadsError: if work is left on the GPUs.
         """
-        names = [workload.name for workload in declared]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise WorkloadsError(f"workloads declared more than once: {', '.join(twice)}; each needs a name of its own")
-        found = [self.find(workload) for workload in declared]
+        found = self._find_all(declared)
         began = self.monotonic()
         patience = 0 if check else _TRANSIENT if undeclared == REFUSE else wait
         others = self._wait_for_others(found, patience, undeclared)
@@ -394,13 +482,17 @@ class Workloads:
             owner = None
             if holder.container:
                 owner = self._find_container(holder.container)
-            elif holder.unit and holder.unit.endswith(".service") and not services.is_needed(holder.unit):
+            elif holder.unit and self._stoppable(holder):
                 owner = self.find(Workload(holder.unit, unit=holder.unit, declared=False))
             if owner is None or not owner.running:
                 orphans.append(holder)
             else:
                 found[owner.workload.name] = owner
         return list(found.values()), orphans
+
+    def _stoppable(self, holder: Holder) -> bool:
+        unit = holder.unit or ""
+        return unit.endswith(".service") and not services.is_needed(unit)
 
     def _find_container(self, container: str) -> Found | None:
         for engine in ENGINES:

@@ -290,3 +290,37 @@ def test_a_canary_slower_than_its_baseline_is_rolled_back(fleet: Fleet) -> None:
     assert played.rc != 0 and played.outcomes == {"gpu-1": "rolled back"}
     assert "worse by 40%" in played.nodes["gpu-1"]["reason"]
     assert fleet.loaded("gpu-1") == OLD
+
+
+@pytest.mark.parametrize(
+    ("failed", "outcome", "loaded", "work"),
+    [("rollback", "rolled back", OLD, "active"), ("quarantine", "quarantined", NEW, "inactive")],
+)
+def test_a_canary_that_fails_its_soak_does_not_stay_in_service(
+    fleet: Fleet, tmp_path: Path, failed: str, outcome: str, loaded: str, work: str
+) -> None:
+    service = tmp_path / "in-service"
+    service.mkdir()
+    (service / "gpu-1").touch()
+    script = tmp_path / "lb"
+    script.write_text(f'#!/bin/sh\ncd {service}; case $1 in drain) rm "$2";; enable) touch "$2";; esac\n')
+    script.chmod(stat.S_IRWXU)
+    once = "/usr/local/bin/once"  # the first judgement passes, the one after the soak does not
+    fleet.sh("gpu-1", f"printf '#!/bin/sh\\nmkdir /run/judged\\n' > {once}; chmod 755 {once}")
+    played = fleet.play(
+        "upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1,gpu-2", gpu_canary=["gpu-1"], **WORKLOAD,
+        gpu_validate_command=[once], gpu_canary_soak=1, gpu_soak_failed=failed,
+        gpu_cordon_command=[str(script), "drain", "{node}"],
+        gpu_uncordon_command=[str(script), "enable", "{node}"],
+    )  # fmt: skip
+    assert played.rc != 0
+    assert played.outcomes == {"gpu-1": outcome, "gpu-2": "not started"}, "the gate counts it"
+    assert "after 1 s of soak" in played.nodes["gpu-1"]["reason"]
+    journal = fleet.journal("gpu-1")["outcome"]
+    assert journal["name"] == outcome.replace(" ", "_") and "after 1 s of soak" in journal["reason"]
+    assert fleet.loaded("gpu-1") == loaded
+    assert fleet.sh("gpu-1", "systemctl is-active gpu-counter", check=False).strip() == work
+    assert (service / "gpu-1").exists() == (failed == "rollback")
+    recovered = fleet.play("recover", gpu_hosts="gpu-1", **WORKLOAD)
+    assert recovered.rc == 0, recovered.output[-5000:]
+    assert fleet.loaded("gpu-1") == OLD and fleet.sh("gpu-1", SERVICES).split() == ["active", "active"]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -100,6 +101,16 @@ def host(tmp_path: Path, libraries: tuple[str, str], monkeypatch: pytest.MonkeyP
 
 
 # --- NVML ----------------------------------------------------------------------------------------------------------
+
+
+def test_nvml_usage(host: Host) -> None:
+    host.knobs("proc_used_mib=100")
+    with (host.root / "dev/nvidia1").open(), (host.root / "dev/nvidia0").open():
+        both = nvml.usage(20, host.nvml)[os.getpid()]
+    with (host.root / "dev/nvidia1").open():
+        one = nvml.usage(20, host.nvml)[os.getpid()]
+    assert both == nvml.Usage((0, 1), 200 << 20) and one == nvml.Usage((1,), 100 << 20)
+    assert nvml.usage(20, "libno-such.so.1") == {}
 
 
 def test_nvml_report(host: Host) -> None:
