@@ -311,7 +311,6 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.workloads imp
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
 
-
 NVML_SECONDS = 20
 
 
@@ -358,8 +357,9 @@ def main() -> None:
         look = census_with_usage if listed else census
         node = Workloads(journal, execution.run, look, module.log, extra_units=p["extra_units"])
         if listed:
-            result = {"changed": False, "work": node.survey(declared, p["wait"], p["undeclared"])}
-        elif p["state"] == "stopped":
+            work = node.survey(declared, p["wait"], p["undeclared"])
+            module.exit_json(changed=False, work=work)
+        if p["state"] == "stopped":
             result = node.stop(declared, p["wait"], p["undeclared"], check=module.check_mode)
         else:
             result = node.start(declared, check=module.check_mode)

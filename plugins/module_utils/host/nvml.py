@@ -510,8 +510,11 @@ def _usage(library: str) -> dict[int, Usage]:
     nvml.call("nvmlInit_v2")
     found: dict[int, Usage] = {}
     for index in range(nvml.uint("nvmlDeviceGetCount_v2")):
-        device = _maybe(lambda number=index: nvml.handle("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(number)))
-        seen = {process.pid: process.memory for process in _processes(nvml, device)} if device else {}
+        try:
+            device = nvml.handle("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
+        except NvmlError:
+            continue  # a lost GPU: nothing computes there
+        seen = {process.pid: process.memory for process in _processes(nvml, device)}
         for pid, memory in seen.items():
             before = found.get(pid, Usage((), 0))
             known = memory != _NOT_AVAILABLE and before.memory is not None

@@ -367,9 +367,9 @@ class Workloads:
             known = one.workload
             kind = "unit" if one.units else "container"
             entry = _entry(known.name, kind, [holder for holder in everybody if one.owns(holder)])
-            names = [unit.id for unit in one.units][:1] or [known.unit or known.container]
+            what = one.units[0].id if one.units else known.unit or known.container
             then = "is stopped, and started again afterwards" if one.running else "is not running, and left so"
-            work.append({**entry, "declared": True, "what": names[0], "state": one.state, "then": then})
+            work.append({**entry, "declared": True, "what": what, "state": one.state, "then": then})
         others: dict[tuple[str, str], list[Holder]] = {}
         for holder in everybody:
             if not any(one.owns(holder) for one in found) and not self._of_platform(holder):

@@ -204,7 +204,11 @@ def test_an_unfit_node_may_be_left_out(fleet: Fleet) -> None:
 
 
 def test_a_process_nobody_declared_is_named_and_nothing_is_killed(fleet: Fleet) -> None:
-    played = fleet.play("upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1", gpu_undeclared="refuse")
+    one = {"gpu_driver_version": NEW, "gpu_hosts": "gpu-1"}
+    refused = fleet.play("upgrade", gpu_undeclared="refuse", **one)
+    assert refused.rc != 0 and re.search("unfit.*GPU work that nobody declared.*gpu-counter.service", refused.output)
+    assert "canary" not in refused.output
+    played = fleet.play("upgrade", gpu_workload_wait=3, **one)
     assert played.rc != 0
     assert "gpu-counter.service" in played.nodes["gpu-1"]["reason"]
     assert fleet.loaded("gpu-1") == OLD
@@ -305,13 +309,15 @@ def test_a_canary_that_fails_its_soak_does_not_stay_in_service(
     script = tmp_path / "lb"
     script.write_text(f'#!/bin/sh\ncd {service}; case $1 in drain) rm "$2";; enable) touch "$2";; esac\n')
     script.chmod(stat.S_IRWXU)
+    balancer = {
+        f"{act}_command": [str(script), verb, "{node}"] for act, verb in (("cordon", "drain"), ("uncordon", "enable"))
+    }
     once = "/usr/local/bin/once"  # the first judgement passes, the one after the soak does not
     fleet.sh("gpu-1", f"printf '#!/bin/sh\\nmkdir /run/judged\\n' > {once}; chmod 755 {once}")
     played = fleet.play(
         "upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1,gpu-2", gpu_canary=["gpu-1"], **WORKLOAD,
         gpu_validate_command=[once], gpu_canary_soak=1, gpu_soak_failed=failed,
-        gpu_cordon_command=[str(script), "drain", "{node}"],
-        gpu_uncordon_command=[str(script), "enable", "{node}"],
+        **{f"gpu_{name}": value for name, value in balancer.items()}, gpu_scheduler_options=balancer,
     )  # fmt: skip
     assert played.rc != 0
     assert played.outcomes == {"gpu-1": outcome, "gpu-2": "not started"}, "the gate counts it"

@@ -7,14 +7,15 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders
-from ansible_collections.gpufleet.driver.plugins.module_utils.host.identity import identify
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders, nvml
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.identity import Owner, identify
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.workloads import (
     REFUSE,
     STOP,
@@ -216,6 +217,75 @@ def test_a_new_run_without_declarations_still_starts_what_was_stopped(tmp_path: 
     node.stop(*ALL)
     Journal.open(str(tmp_path / "state")).begin("r2", "550.90.07", None, now=5.0)
     assert node.start()["started"] == ["server", "trainer", "box"]
+
+
+# -- what there is
+
+
+def test_survey_names_all_work_and_says_what_will_be_done(tmp_path: Path) -> None:
+    node = busy_node(tmp_path)
+    node.held += [
+        holder(7, kind="session", part_of="login session 3 of alice", gpus=(1,), memory=100),
+        holder(8, kind="session", part_of="login session 3 of alice", gpus=(0, 1), memory=50),
+        holder(9, unit="rogue.service", kind="unit", part_of="rogue.service", gpus=(2,)),
+    ]
+    work = node.open(check=True).survey(ALL, 60)
+    assert [(one["name"], one["kind"], one["declared"], one["state"]) for one in work] == [
+        ("trainer", "unit", True, "running"),
+        ("box", "container", True, "running"),
+        ("server", "unit", True, "running"),
+        ("idle", "unit", True, "stopped"),
+        ("off", "container", True, "stopped"),
+        ("else", "unit", True, "missing"),
+        ("login session 3 of alice", "session", False, "running"),
+        ("rogue.service", "unit", False, "running"),
+    ]
+    session = work[-2]
+    assert (session["gpus"], session["memory"], session["pids"], session["since"]) == ([0, 1], 150, [7, 8], 0.0)
+    assert work[0]["then"] == "is stopped, and started again afterwards" and "left so" in work[3]["then"]
+    given_up = (
+        "is not declared: it is waited for, at most 60 s, then the node is given up, with its declared work untouched"
+    )
+    stopped = "is not declared: it is waited for, at most 60 s, then it is stopped, and started again afterwards"
+    assert [one["then"] for one in work[-2:]] == [given_up, given_up]
+    assert [one["then"] for one in node.open().survey(ALL, 60, STOP)[-2:]] == [given_up, stopped]
+    assert {one["then"] for one in node.open().survey(ALL, 60, REFUSE)[-2:]} == {
+        "is not declared, so the node is refused"
+    }
+    assert node.machine.clock == 0 and not any(call[1] in ("stop", "start") for call in node.machine.calls)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "expected"),
+    [
+        (Owner(pod="1234-5", container="abc"), None, ("pod", "pod 1234-5")),
+        (Owner(job="12", step="0"), None, ("job", "Slurm job 12")),
+        (Owner(container="0123456789abcdef"), None, ("container", "container 0123456789ab")),
+        (Owner(container="0123456789abcdef", unit="docker.service"), "web", ("container", "container web")),
+        (Owner(unit="triton.service"), None, ("unit", "triton.service")),
+        (Owner(unit="nb.service", user_unit_of=1000), None, ("unit", "nb.service of user {user}")),
+        (Owner(session="3"), None, ("session", "login session 3 of {user}")),
+        (Owner(unit="run-1.scope"), None, ("process", "{comm} of {user} (PID {pid})")),
+    ],
+)
+def test_work_is_named_as_its_owner_knows_it(owner: Owner, name: str | None, expected: tuple[str, str]) -> None:
+    me = replace(identify(os.getpid()), owner=owner)
+    held = holders.Holder(
+        holders.WORKLOAD,
+        me.comm,
+        ("/dev/nvidia2", "/dev/nvidiactl"),
+        (),
+        holders.Release(""),
+        process=me,
+        container_name=name,
+    )
+    census = holders.Census({}, (), (held,))
+    (one,) = from_census(census)
+    about = {"user": me.login or me.user, "comm": me.comm, "pid": me.pid}
+    assert (one.kind, one.part_of) == (expected[0], expected[1].format(**about))
+    assert (one.gpus, one.memory) == ((2,), None), "without NVML, the open device nodes tell"
+    (told,) = from_census(census, usage={me.pid: nvml.Usage((5,), 7)})
+    assert (told.gpus, told.memory) == ((5,), 7)
 
 
 # -- what nobody declared
