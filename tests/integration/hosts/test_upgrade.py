@@ -207,7 +207,7 @@ def test_a_process_nobody_declared_is_named_and_nothing_is_killed(fleet: Fleet) 
     one = {"gpu_driver_version": NEW, "gpu_hosts": "gpu-1"}
     refused = fleet.play("upgrade", gpu_undeclared="refuse", **one)
     assert refused.rc != 0 and re.search("unfit.*GPU work that nobody declared.*gpu-counter.service", refused.output)
-    assert "canary" not in refused.output
+    assert "Take the lock of the fleet" not in refused.output
     played = fleet.play("upgrade", gpu_workload_wait=3, **one)
     assert played.rc != 0
     assert "gpu-counter.service" in played.nodes["gpu-1"]["reason"]

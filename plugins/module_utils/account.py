@@ -1,0 +1,220 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What a person is told about many nodes: reasons said once, what to type next, what runs where, where time went.
+
+Pure functions over what the playbooks know of each node; they make text and data, and print nothing.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+NAMES_SHOWN = 4
+GOOD = ("upgraded", "already")
+"""Outcomes of an upgrade with which nothing is left to do."""
+
+_VARYING = re.compile(r"\bPID \d+|\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?Z?|\b\d+(?:\.\d+)? s\b")
+"""What differs between nodes that have the same trouble."""
+
+
+def named(names: Sequence[str], shown: int = NAMES_SHOWN) -> str:
+    """``a, b, c and 9 more``."""
+    more = len(names) - shown
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:shown])} and {more} more"
+
+
+def grouped(nodes: Iterable[Mapping[str, Any]], field: str = "reason") -> list[dict[str, Any]]:
+    """Nodes by what is said of them in ``field``, the largest group first; a node of which nothing is said is left out.
+
+    Each group has its ``nodes``, the ``reason`` in the words of the first, and ``text``: ``3 nodes (a, b, c): reason``.
+    Reasons that differ only in the node's name, process ids, times and durations are one.
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for node in nodes:
+        if node.get(field):
+            alike = str(node[field]).replace(str(node["name"]), "*")
+            groups.setdefault(_VARYING.sub("*", alike), []).append(node)
+    out = []
+    for members in sorted(groups.values(), key=len, reverse=True):
+        names = [str(node["name"]) for node in members]
+        said = list(dict.fromkeys(str(node[field]) for node in members))
+        who = names[0] if len(names) == 1 else f"{len(names)} nodes ({named(names)})"
+        example = f"for example of {names[0]}: " if len(said) > 1 else ""
+        out.append({"nodes": names, "reason": said[0], "text": f"{who}: {example}{said[0]}"})
+    return out
+
+
+_MEND = ("refused", "rolled back", "skipped")
+_LOOK = ("quarantined",)
+_BRING_UP = ("lost",)
+_GO_ON = ("not started",)
+
+
+def next_steps(
+    nodes: Sequence[Mapping[str, Any]], playbook: str, command: str, good: Sequence[str] = GOOD
+) -> list[dict[str, str]]:
+    """What to do after a run, in order: a sentence each, and the command to type.
+
+    :param nodes: the lines of the report, with name and outcome
+    :param playbook: what ran: upgrade, rollback or recover
+    :param command: how it was started, without the playbook's name and ``gpu_hosts``: ``-i inventory.yml -e …``
+    """
+
+    def those(outcomes: Sequence[str]) -> list[str]:
+        return [str(node["name"]) for node in nodes if node["outcome"] in outcomes and node["outcome"] not in good]
+
+    def typed(name: str, names: Sequence[str]) -> str:
+        hosts = f"-e gpu_hosts={','.join(names)}" if names else ""
+        return " ".join(part for part in (f"ansible-playbook gpufleet.driver.{name}", command, hosts) if part)
+
+    steps = []
+    for outcomes, playbook_then, say in (
+        (_BRING_UP, "recover", "bring up"),
+        (_LOOK, "recover", "look at"),
+        (_MEND, playbook, "mend what is said of"),
+    ):
+        names = those(outcomes)
+        if names:
+            ends = "go back to the driver they had, into service" if playbook_then == "recover" else "try them again"
+            steps.append({"say": f"{say} {named(names)}, then {ends}", "command": typed(playbook_then, names)})
+    waiting = those(_GO_ON)
+    if waiting:
+        first = "when that is done, " if steps else ""
+        steps.append({"say": f"{first}go on with the {len(waiting)} not started", "command": typed(playbook, ())})
+    return steps
+
+
+def work_lines(nodes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What runs on nodes (``work`` of each, as module ``host_workloads`` lists it) and what becomes of it; equal work
+    of several nodes is one line, and work that nobody declared comes last."""
+    groups: dict[tuple[bool, str, str], list[tuple[str, Mapping[str, Any]]]] = {}
+    for node in nodes:
+        for work in node.get("work", ()):
+            if work["state"] == "running" or work["declared"]:
+                key = (not work["declared"], work["name"], work["then"])
+                groups.setdefault(key, []).append((str(node["name"]), work))
+    out = []
+    for (undeclared, name, then), members in sorted(groups.items(), key=lambda item: item[0]):
+        nodes_of = [node for node, dummy in members]
+        where = nodes_of[0] if len(nodes_of) == 1 else f"{len(nodes_of)} nodes ({named(nodes_of)})"
+        about = [_amounts([work for dummy, work in members])] if any(work["gpus"] for dummy, work in members) else []
+        if undeclared and len(members) == 1 and members[0][1]["since"] is not None:
+            about.append(f"since {datetime.fromtimestamp(members[0][1]['since'], timezone.utc):%Y-%m-%d %H:%MZ}")
+        has = f" ({', '.join(about)})" if about else ""
+        out.append(f"{'warning: ' if undeclared else ''}{where}: {name}{has} {then}")
+    return out
+
+
+def _amounts(work: Sequence[Mapping[str, Any]]) -> str:
+    gpus = sum(len(one["gpus"]) for one in work)
+    memory = sum(one["memory"] or 0 for one in work)
+    return f"{gpus} GPU{'s' if gpus > 1 else ''}" + (f", {memory / 2**30:.1f} GiB" if memory else "")
+
+
+# -- where the time went
+
+EVACUATE, INSTALL, REBOOT, VALIDATE, ROLL_BACK, RETURN, SERVICE = (
+    "evacuate", "install", "reboot", "validate", "roll back", "return", "in service",
+)  # fmt: skip
+
+_PHASE_OF = {"stop workloads": EVACUATE, "start workloads": RETURN, "rollback": ROLL_BACK}
+
+
+def phases(journal: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The run of one node, from the beginning of its journal: each phase with ``name``, ``start`` and ``end`` (Unix
+    seconds), and the ``steps`` of it that failed. Contiguous; empty if no run was begun."""
+    run, outcome = journal.get("run"), journal.get("outcome")
+    if not run or not run.get("begun"):
+        return []
+    out: list[dict[str, Any]] = []
+    end, now = run["begun"], EVACUATE
+
+    def until(when: float) -> None:
+        nonlocal end
+        if out and out[-1]["name"] == now:
+            out[-1]["end"] = max(end, when)
+        elif when > end:
+            out.append({"name": now, "start": end, "end": when, "failed": []})
+        end = max(end, when)
+
+    for step in journal.get("steps", ()):
+        name = step["name"]
+        if name == "stop workloads" and now == RETURN:
+            now = SERVICE
+            until(step["at"])
+        elif name == "start workloads" and now in (INSTALL, REBOOT):
+            now = VALIDATE
+            until(step["at"])
+        elif name in ("start workloads", "rollback"):
+            until(step["at"])
+        if name in _PHASE_OF:
+            now = _PHASE_OF[name]
+        elif now != ROLL_BACK:
+            now = REBOOT if name == "reboot" else INSTALL
+        until(step.get("ended", step["at"]))
+        if step["state"] == "failed" and out:
+            out[-1]["failed"].append(name)
+    if outcome and outcome.get("at"):
+        if now in (INSTALL, REBOOT) and outcome.get("name") == "upgraded":
+            now = VALIDATE
+        until(outcome["at"])
+    return out
+
+
+def durations(journal: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds a node's last upgrade took, as a snapshot of the planner takes them: evacuate, install, validate and
+    reboot, which add up to the time out of service. Empty unless it ended well."""
+    outcome = journal.get("outcome") or {}
+    if outcome.get("name") != "upgraded":
+        return {}
+    spent = dict.fromkeys(("evacuate", "install", "validate", "reboot"), 0.0)
+    for phase in phases(journal):
+        name = {EVACUATE: "evacuate", INSTALL: "install", REBOOT: "reboot"}.get(phase["name"], "validate")
+        if phase["name"] in (ROLL_BACK, SERVICE):
+            return {}
+        spent[name] += phase["end"] - phase["start"]
+    return {name: round(seconds, 1) for name, seconds in spent.items()}
+
+
+def timeline(nodes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The phases of all nodes that have a ``journal``, on one scale: ``start`` and ``seconds`` of the whole, and for
+    each node by name its spans with ``left`` and ``width`` in per cent, ``name``, ``seconds`` and ``failed``."""
+    found = {str(node["name"]): phases(node.get("journal") or {}) for node in nodes}
+    found = {name: spans for name, spans in found.items() if spans}
+    if not found:
+        return {"start": 0.0, "seconds": 0.0, "nodes": {}}
+    start = min(spans[0]["start"] for spans in found.values())
+    whole = max(1.0, max(spans[-1]["end"] for spans in found.values()) - start)
+    return {
+        "start": start,
+        "seconds": round(whole, 1),
+        "nodes": {
+            name: [
+                {
+                    "name": span["name"],
+                    "left": round(100 * (span["start"] - start) / whole, 3),
+                    "width": round(100 * (span["end"] - span["start"]) / whole, 3),
+                    "seconds": round(span["end"] - span["start"], 1),
+                    "failed": span["failed"],
+                }
+                for span in spans
+            ]
+            for name, spans in found.items()
+        },
+    }
+
+
+def lasted(seconds: float) -> str:
+    """``45 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,216 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import account
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [([], ""), (["a"], "a"), (list("abcd"), "a, b, c, d"), (list("abcdef"), "a, b, c, d and 2 more")],
+)
+def test_named(names: list[str], expected: str) -> None:
+    assert account.named(names) == expected
+
+
+def test_one_reason_is_said_once_for_all_its_nodes() -> None:
+    nodes = [
+        {
+            "name": f"gpu-{number}",
+            "reason": f"gpu-{number} stopped answering: PID {number} since 2026-11-29 18:0{number}:00Z",
+        }
+        for number in range(1, 7)
+    ]
+    nodes.insert(0, {"name": "gpu-9", "reason": "package x is held"})
+    nodes.append({"name": "gpu-8", "reason": ""})
+    held = {"name": "gpu-7", "reason": "package x is held"}
+    first, second = account.grouped([*nodes, held])
+    assert first["nodes"] == [f"gpu-{number}" for number in range(1, 7)]
+    assert first["text"] == (
+        "6 nodes (gpu-1, gpu-2, gpu-3, gpu-4 and 2 more): for example of gpu-1: "
+        "gpu-1 stopped answering: PID 1 since 2026-11-29 18:01:00Z"
+    )
+    assert second["text"] == "2 nodes (gpu-9, gpu-7): package x is held"
+    assert account.grouped([held])[0]["text"] == "gpu-7: package x is held"
+    assert account.grouped([]) == []
+
+
+def lines(**outcomes: str) -> list[dict[str, str]]:
+    return [{"name": name.replace("_", "-"), "outcome": outcome} for name, outcome in outcomes.items()]
+
+
+def test_next_steps_cover_all_nodes_in_the_order_to_type_them() -> None:
+    run = lines(
+        g1="upgraded", g2="rolled back", g3="refused", g4="lost", g5="quarantined", g6="not started", g7="skipped"
+    )
+    steps = account.next_steps(run, "upgrade", "-i inv -e gpu_driver_version=5")
+    assert [(step["say"], step["command"]) for step in steps] == [
+        (
+            "bring up g4, then go back to the driver they had, into service",
+            "ansible-playbook gpufleet.driver.recover -i inv -e gpu_driver_version=5 -e gpu_hosts=g4",
+        ),
+        (
+            "look at g5, then go back to the driver they had, into service",
+            "ansible-playbook gpufleet.driver.recover -i inv -e gpu_driver_version=5 -e gpu_hosts=g5",
+        ),
+        (
+            "mend what is said of g2, g3, g7, then try them again",
+            "ansible-playbook gpufleet.driver.upgrade -i inv -e gpu_driver_version=5 -e gpu_hosts=g2,g3,g7",
+        ),
+        (
+            "when that is done, go on with the 1 not started",
+            "ansible-playbook gpufleet.driver.upgrade -i inv -e gpu_driver_version=5",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("run", "playbook", "good", "expected"),
+    [
+        (lines(a="upgraded", b="already"), "upgrade", account.GOOD, []),
+        (lines(a="not started"), "upgrade", account.GOOD, ["go on with the 1 not started"]),
+        (lines(a="rolled back"), "rollback", ("rolled back",), []),
+    ],
+    ids=["all good", "stopped by a window", "a rollback that went well"],
+)
+def test_next_steps_where_little_is_to_do(run: Any, playbook: str, good: Any, expected: list[str]) -> None:
+    assert [step["say"] for step in account.next_steps(run, playbook, "", good)] == expected
+
+
+def work(name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "state": "running",
+        "declared": True,
+        "gpus": [0],
+        "memory": 2**30,
+        "since": 0.0,
+        "then": "is stopped",
+        **more,
+    }
+
+
+def test_equal_work_of_many_nodes_is_one_line_and_the_undeclared_is_a_warning() -> None:
+    nodes = [
+        {
+            "name": f"g{number}",
+            "work": [work("counter"), work("idle", state="stopped", gpus=[], memory=None, then="is left so")],
+        }
+        for number in range(1, 4)
+    ]
+    nodes[1]["work"].append(
+        work("python of alice (PID 4)", declared=False, then="is waited for", gpus=[0, 1], memory=None)
+    )
+    nodes[1]["work"].append(work("old", declared=False, state="stopped"))
+    assert account.work_lines([*nodes, {"name": "g4"}]) == [
+        "3 nodes (g1, g2, g3): counter (3 GPUs, 3.0 GiB) is stopped",
+        "3 nodes (g1, g2, g3): idle is left so",
+        "warning: g2: python of alice (PID 4) (2 GPUs, since 1970-01-01 00:00Z) is waited for",
+    ]
+
+
+# -- where the time went
+
+
+def step(name: str, at: float, ended: float, state: str = "done") -> dict[str, Any]:
+    return {"name": name, "at": at, "ended": ended, "state": state}
+
+
+UPGRADED = {
+    "run": {"id": "r", "begun": 100.0},
+    "steps": [
+        step("stop workloads", 101, 110),
+        step("stop services", 111, 112),
+        step("packages", 113, 140),
+        step("reboot", 141, 200),
+        step("restore services", 201, 202),
+        step("start workloads", 210, 212),
+    ],
+    "outcome": {"name": "upgraded", "at": 213.0},
+}
+
+
+def spans(journal: dict[str, Any]) -> list[tuple[str, float, float]]:
+    return [(phase["name"], phase["start"], phase["end"]) for phase in account.phases(journal)]
+
+
+def test_phases_of_an_upgrade_follow_each_other_without_gaps() -> None:
+    assert spans(UPGRADED) == [
+        ("evacuate", 100, 110), ("install", 110, 140), ("reboot", 140, 200), ("install", 200, 202),
+        ("validate", 202, 210), ("return", 210, 213),
+    ]  # fmt: skip
+    assert account.durations(UPGRADED) == {"evacuate": 10, "install": 32, "validate": 11, "reboot": 60}
+
+
+def test_phases_of_a_node_that_went_back() -> None:
+    journal = {
+        **UPGRADED,
+        "steps": [
+            step("stop workloads", 101, 110),
+            step("load modules", 111, 120, "failed"),
+            step("rollback", 125, 125),
+            step("packages", 126, 140),
+            step("start workloads", 150, 151),
+        ],
+        "outcome": {"name": "rolled_back", "at": 155.0},
+    }
+    assert spans(journal) == [
+        ("evacuate", 100, 110),
+        ("install", 110, 125),
+        ("roll back", 125, 150),
+        ("return", 150, 155),
+    ]
+    assert account.phases(journal)[1]["failed"] == ["load modules"]
+    assert account.durations(journal) == {}, "not how long an upgrade takes"
+
+
+def test_phases_of_a_canary_that_failed_its_soak() -> None:
+    again = [step("stop workloads", 300, 301), step("rollback", 302, 302), step("start workloads", 320, 321)]
+    journal = {**UPGRADED, "steps": UPGRADED["steps"] + again, "outcome": {"name": "rolled_back", "at": 330.0}}
+    assert spans(journal)[5:] == [
+        ("return", 210, 212), ("in service", 212, 300), ("evacuate", 300, 302), ("roll back", 302, 320),
+        ("return", 320, 330),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "journal",
+    [{}, {"run": None, "steps": [], "outcome": None}, {"run": {"id": "r", "target": "5"}, "steps": [], "outcome": {}}],
+    ids=["no journal", "no run", "a run without a time"],
+)
+def test_no_phases_without_a_run(journal: dict[str, Any]) -> None:
+    assert account.phases(journal) == [] and account.durations(journal) == {}
+    assert account.timeline([{"name": "a", "journal": journal}])["nodes"] == {}
+
+
+def test_an_interrupted_run_ends_with_its_last_step() -> None:
+    journal = {
+        **UPGRADED,
+        "steps": [step("stop workloads", 101, 110), {"name": "packages", "at": 111, "state": "started"}],
+    }
+    journal["outcome"] = None
+    assert spans(journal) == [("evacuate", 100, 110), ("install", 110, 111)]
+
+
+def test_nodes_beside_each_other() -> None:
+    later = {
+        **UPGRADED,
+        "run": {"id": "r", "begun": 200.0},
+        "steps": [step("stop workloads", 201, 300)],
+        "outcome": None,
+    }
+    told = account.timeline([{"name": "a", "journal": UPGRADED}, {"name": "b", "journal": later}, {"name": "c"}])
+    assert (told["start"], told["seconds"], list(told["nodes"])) == (100, 200, ["a", "b"])
+    assert told["nodes"]["b"] == [{"name": "evacuate", "left": 50, "width": 50, "seconds": 100, "failed": []}]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
+)
+def test_lasted(seconds: float, expected: str) -> None:
+    assert account.lasted(seconds) == expected
