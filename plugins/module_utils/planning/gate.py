@@ -47,7 +47,9 @@ def decide(
     failed = tuple(sorted(set(lost) | {node for node, outcome in outcomes.items() if outcome not in GOOD}))
     reasons = []
     if len(failed) > max_failed:
-        told = ", ".join(f"{node} ({'lost' if node in lost else outcomes[node]})" for node in failed[:10])
+        told = ", ".join(
+            f"{node} ({'lost' if node in lost else outcomes[node].replace('_', ' ')})" for node in failed[:10]
+        )
         more = f" and {len(failed) - 10} more" if len(failed) > 10 else ""
         reasons.append(f"{len(failed)} failed, at most {max_failed} may: {told}{more}")
     if not_after is not None and now + batch_seconds > not_after:

@@ -1,0 +1,110 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+from typing import Any
+
+from ansible_collections.gpufleet.driver.plugins.callback.progress import BAD, GOOD, Line, Progress
+
+PLAN = {"batches": [{"name": "canary", "nodes": ["g1"]}, {"name": "batch 1", "nodes": ["g2", "g3"]}]}
+
+
+class Watched:
+    """A progress and its clock."""
+
+    def __init__(self) -> None:
+        self.progress = Progress(1000.0)
+        self.now = 1000.0
+        self.lines: list[Line] = []
+
+    def say(self, event: str, *about: Any) -> None:
+        self.lines += getattr(self.progress, event)(*about, self.now)
+
+    def task(
+        self, name: str, role: str | None, *hosts: str, seconds: float = 0.0, action: str = "driver_swap", **result: Any
+    ) -> None:
+        self.say("task", name, role, action)
+        for host in hosts:
+            self.say("host", host)
+        self.now += seconds
+        for host in hosts:
+            self.say("done", host, action, result)
+
+    @property
+    def text(self) -> list[str]:
+        return [text for text, dummy in self.lines]
+
+
+def test_an_upgrade_is_told_in_a_few_lines() -> None:
+    watched = Watched()
+    watched.say("play", "Plan")
+    watched.task("Publish the plan", "plan", "localhost", action="set_fact", ansible_facts={"gpu_plan": PLAN})
+    watched.task("Show the plan", "plan", "localhost", action="debug", msg=["plan 1", "canary g1"])
+    watched.say("play", "Upgrade, batch by batch")
+    watched.task("May this batch start?", None, "g1")
+    watched.task("Cordon", "cordon", "g1", seconds=0.5)
+    watched.task("Swap the packages", "install", "g1", seconds=61)
+    watched.task("Load", "install", "g1", seconds=0.2)
+    watched.task("Prove the node", "validate", "g1", seconds=3)
+    upgraded = {"gpu_outcome": {"name": "upgraded"}}
+    watched.task("Conclude", None, "g1", action="set_fact", ansible_facts=upgraded)
+    watched.task("Uncordon", "uncordon", "g1")
+    watched.say("play", "Upgrade, batch by batch")
+    watched.task("Cordon", "cordon", "g2", "g3")
+    watched.say("end")
+    assert watched.text == [
+        "", "  0:00 Plan", "       plan 1", "       canary g1",
+        "", "  0:00 canary (1 of 2): g1",
+        "  0:00   install …",
+        "  1:01     swap the packages  1 min 01 s",
+        "  1:01   install    g1 1 min 01 s",
+        "  1:04     g1 upgraded",
+        "  1:04   validate   g1 3 s",
+        "", "  1:04 batch 1 (2 of 2): g2, g3",
+        "", "  1:04 ended after 1 min 05 s",
+    ]  # fmt: skip
+    assert ("  1:04     g1 upgraded", GOOD) in watched.lines
+
+
+def test_a_failure_has_its_reason_and_an_item_is_no_riddle() -> None:
+    watched = Watched()
+    watched.say("play", "Upgrade, batch by batch")
+    watched.task("x", "install", "g1")
+    watched.say("failed", "g1", "Swap", {"msg": "no space\nfree some"})
+    items = [{"msg": "a is held", "failed": True}, {"msg": "fine"}, {"msg": "b is held", "failed": True}]
+    watched.say("failed", "g1", "Loop", {"msg": "One or more items failed", "results": items})
+    watched.say("failed", "g1", "Odd", {})
+    assert watched.lines[-4:] == [
+        ("  0:00     g1 failed: Swap: no space", BAD),
+        ("       free some", BAD),
+        ("  0:00     g1 failed: Loop: a is held; b is held", BAD),
+        ("  0:00     g1 failed: Odd: no message", BAD),
+    ]
+
+
+def test_many_nodes_stay_one_line_and_unfit_ones_are_told_later() -> None:
+    watched = Watched()
+    names = [f"g{number}" for number in range(6)]
+    watched.say("play", "Look at every node")
+    watched.task("Observe", "preflight", *names, seconds=2)
+    watched.say("failed", "g4", "Refuse", {"msg": "a wall of text"})
+    watched.say("play", "Plan")
+    assert watched.text[-1] == "  0:02   look       6 nodes, 2 s to 2 s; not fit: g4"
+    assert "a wall of text" not in "".join(watched.text)
+
+
+def test_waits_say_what_for() -> None:
+    watched = Watched()
+    watched.say(
+        "waits", "g1", "Evacuate", {"nodes": {"g1": {"waiting": []}, "g2": {"waiting": ["job 7 ends by 14:05"]}}}
+    )
+    watched.say("waits", "g1", "Evacuate", {"msg": "busy"})
+    watched.say("waits", "g1", "Evacuate", {})
+    watched.task("Let the canary work, in seconds: 60", None, "g1", action="wait_for")
+    assert watched.text == [
+        "  0:00     g2 waits for job 7 ends by 14:05",
+        "  0:00     g1 waits: busy",
+        "  0:00     g1 waits: Evacuate",
+        "  0:00   let the canary work, in seconds: 60 …",
+    ]
