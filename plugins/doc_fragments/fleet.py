@@ -12,7 +12,7 @@ options:
   scheduler:
     description: Who places work on the nodes. V(hosts) is nobody, so plain machines.
     type: str
-    choices: [hosts]
+    choices: [hosts, kubernetes]
     default: hosts
   scheduler_options:
     description: How to reach the scheduler, and what is particular to it.
@@ -47,4 +47,68 @@ options:
           - Without it, a node is taken to be in service unless it is marked.
         type: list
         elements: str
+      kubeconfig:
+        description:
+          - For O(scheduler=kubernetes). File that says how to reach the cluster. Without it, the environment variable
+            E(KUBECONFIG), the service account of the pod where the module runs, or C(~/.kube/config).
+        type: path
+      context:
+        description: For O(scheduler=kubernetes). Context of that file to use instead of its current one.
+        type: str
+      evict_unmanaged:
+        description:
+          - For O(scheduler=kubernetes). Whether pods that belong to no controller may be evicted, though nobody makes
+            new ones. Otherwise they are waited for.
+        type: bool
+        default: false
+      evict_local_data:
+        description:
+          - For O(scheduler=kubernetes). Whether pods that keep files in an C(emptyDir) on disk may be evicted, which
+            loses these files. Otherwise they are waited for. An C(emptyDir) in memory hinders nothing.
+        type: bool
+        default: false
+      ignore:
+        description:
+          - For O(scheduler=kubernetes). Patterns of C(namespace/Kind/name) of owners whose pods are never taken for
+            users of a GPU, such as V(monitoring/DaemonSet/*).
+        type: list
+        elements: str
+        default: []
+      key_expressions:
+        description:
+          - For O(scheduler=kubernetes). JMESPath expressions over a pod, by the compatibility fact they give, such as
+            V(model), V(model_revision), V(engine) or V(engine_version). What vLLM, SGLang, Triton, TGI, NIM and
+            PyTorch say of themselves is known without.
+        type: dict
+        default: {}
+      domain_labels:
+        description:
+          - For O(scheduler=kubernetes). Node labels that name a domain, by its kind, such as V(rack). Zone, rack,
+            NVLink domain and node pool are known by the usual labels without.
+        type: dict
+        default: {}
+      pause_annotations:
+        description:
+          - For O(scheduler=kubernetes). Annotations that a node carries while it is out of service, for autoscalers and
+            health automation to leave it alone. What was there before is put back.
+        type: dict
+        default: {cluster-autoscaler.kubernetes.io/scale-down-disabled: 'true', karpenter.sh/do-not-disrupt: 'true'}
+      validation_image:
+        description:
+          - For O(scheduler=kubernetes). Image of the pod that gets all GPUs of a node, while it is closed to others,
+            and must succeed. Empty for no such pod.
+        type: str
+        default: nvcr.io/nvidia/k8s/cuda-sample:vectoradd-cuda12.5.0-ubuntu22.04
+      validation_command:
+        description: For O(scheduler=kubernetes). Command of that pod, if not the one of its image.
+        type: list
+        elements: str
+        default: []
+      validation_namespace:
+        description: For O(scheduler=kubernetes). Namespace of that pod.
+        type: str
+        default: default
+      validation_runtime_class:
+        description: For O(scheduler=kubernetes). Runtime class of that pod.
+        type: str
 """

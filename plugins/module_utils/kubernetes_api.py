@@ -104,19 +104,22 @@ class Api:
         body: Any = None,
         kind: str = JSON,
         final: Iterable[int] = (),
+        outage: float | None = None,
         **query: Any,
     ) -> Answer:
         """One answer, also if it is an error.
 
         :param final: statuses that are an answer here, not a server that is away.
-        :raises ClusterError: if the server does not answer for ``outage`` seconds.
+        :param outage: seconds for the server to be back, if not those of all requests.
+        :raises ClusterError: if it is not back by then.
         """
         import urllib3.exceptions
 
         away = {*_AWAY, *(_READ_AWAY if method == "GET" else ())} - set(final)
         url = self.server + path + (f"?{urlencode(query)}" if query else "")
         data = None if body is None else json.dumps(body)
-        end = time.monotonic() + self._outage
+        outage = self._outage if outage is None else outage
+        end = time.monotonic() + outage
         while True:
             wait = _RETRY_SECONDS
             try:
@@ -136,7 +139,7 @@ class Api:
                 said = str(exc)
             if time.monotonic() + wait > end:
                 raise ClusterError(
-                    f"the API server {self.server} gave no answer to {method} {path} for {self._outage:.0f} s: {said}; "
+                    f"the API server {self.server} gave no answer to {method} {path} for {outage:.0f} s: {said}; "
                     "look with: kubectl get --raw /readyz"
                 )
             time.sleep(wait)

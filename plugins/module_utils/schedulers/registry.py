@@ -14,7 +14,15 @@ from typing import Any
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Scheduler, SchedulerError
 
-NAMES = ("hosts",)
+NAMES = ("hosts", "kubernetes")
+
+PAUSE_ANNOTATIONS = {
+    "cluster-autoscaler.kubernetes.io/scale-down-disabled": "true",
+    "karpenter.sh/do-not-disrupt": "true",
+}
+"""What keeps autoscalers from removing a Kubernetes node while it is empty for us."""
+
+VALIDATION_IMAGE = "nvcr.io/nvidia/k8s/cuda-sample:vectoradd-cuda12.5.0-ubuntu22.04"
 
 ARGUMENTS: dict[str, Any] = {
     "scheduler": {"type": "str", "choices": list(NAMES), "default": "hosts"},
@@ -27,6 +35,18 @@ ARGUMENTS: dict[str, Any] = {
             "cordon_command": {"type": "list", "elements": "str"},
             "uncordon_command": {"type": "list", "elements": "str"},
             "state_command": {"type": "list", "elements": "str"},
+            "kubeconfig": {"type": "path"},
+            "context": {"type": "str"},
+            "evict_unmanaged": {"type": "bool", "default": False},
+            "evict_local_data": {"type": "bool", "default": False},
+            "ignore": {"type": "list", "elements": "str", "default": []},
+            "key_expressions": {"type": "dict", "default": {}},
+            "domain_labels": {"type": "dict", "default": {}},
+            "pause_annotations": {"type": "dict", "default": dict(PAUSE_ANNOTATIONS)},
+            "validation_image": {"type": "str", "default": VALIDATION_IMAGE},
+            "validation_command": {"type": "list", "elements": "str", "default": []},
+            "validation_namespace": {"type": "str", "default": "default"},
+            "validation_runtime_class": {"type": "str"},
         },
     },
 }
@@ -44,4 +64,8 @@ def get(parameters: Mapping[str, Any], run: Runner) -> Scheduler:
 
         own = ("state_dir", "cordon_command", "uncordon_command", "state_command", "timeout")
         return Hosts(run, **{key: options[key] for key in own}, ours=parameters.get("ours") or ())
+    if name == "kubernetes":
+        from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes
+
+        return kubernetes.connect(options)
     raise SchedulerError(f"no scheduler is called {name!r}; expected one of {', '.join(NAMES)}")

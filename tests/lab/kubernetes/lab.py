@@ -399,18 +399,8 @@ def status(options: argparse.Namespace) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    print(parts.find()["kube-apiserver"][0])
-
-
-def find(options: argparse.Namespace) -> None:
-    """Say nothing and succeed if a control plane is there or Go to build it; else say why not."""
-    if os.environ.get("GPUFLEET_TEST_KUBECONFIG"):
-        return
-    try:
-        parts.find(build=False)
-    except parts.Missing as exc:
-        if os.environ.get("KUBEBUILDER_ASSETS") or shutil.which("go") is None:
-            raise LabError(str(exc)) from None
+    given = os.environ.get("GPUFLEET_TEST_KUBECONFIG")
+    print(given or parts.find()["kube-apiserver"][0])
 
 
 def main() -> int:
@@ -435,8 +425,12 @@ def main() -> int:
     command("status", status, "say which parts run")
     for name, handler, text in (("kill", kill, "end a part at once"), ("start", start, "start a part again")):
         command(name, handler, text).add_argument("part", choices=PARTS, metavar="PART", help=", ".join(PARTS))
-    command("build", build, "build the control plane if none is there, and print where it is", state=False)
-    command("find", find, "fail and say why if there is no control plane and none can be built", state=False)
+    command(
+        "build",
+        build,
+        "print where the control plane is, after building one if need be",
+        state=False,
+    )
     options = parser.parse_args()
     options.handler(options)
     return 0

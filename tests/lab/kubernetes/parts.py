@@ -29,8 +29,8 @@ class Missing(Exception):
     """There is no control plane and none can be built; the text says why and what would enable it."""
 
 
-def find(build: bool = True) -> Parts:
-    """The parts in $KUBEBUILDER_ASSETS and on PATH, or those of our own program, which is built if ``build``.
+def find() -> Parts:
+    """The parts in $KUBEBUILDER_ASSETS and on PATH, or those of our own program, which is built if need be.
 
     :raises Missing: if there are none.
     """
@@ -42,27 +42,17 @@ def find(build: bool = True) -> Parts:
         if absent:
             raise Missing(f"KUBEBUILDER_ASSETS is {assets}, but there and on PATH is no {' and no '.join(absent)}")
         return {name: [str(program)] for name, program in found.items()}
-    program = built() or (_build() if build else None)
-    if program is None:
-        raise Missing(f"no control plane is built yet: {HERE / 'lab'} build")
+    program = _built()
     return {name: [str(program), name] for name in NAMES}
 
 
-def built() -> Path | None:
-    """Our own program, if it is in the cache."""
-    program = _directory() / "control-plane"
-    return program if program.exists() else None
-
-
-def _directory() -> Path:
+def _built() -> Path:
     total = hashlib.sha256()
     for name in ("main.go", "go.mod", "go.sum"):
         total.update((SOURCE / name).read_bytes())
-    return CACHE / f"kubernetes-{total.hexdigest()[:12]}"
-
-
-def _build() -> Path:
-    directory = _directory()
+    directory = CACHE / f"kubernetes-{total.hexdigest()[:12]}"
+    if (directory / "control-plane").exists():
+        return directory / "control-plane"
     if shutil.which("go") is None:
         raise Missing(
             "no kube-apiserver: install Go 1.26 to have one built (10 to 20 minutes, once), or set KUBEBUILDER_ASSETS "

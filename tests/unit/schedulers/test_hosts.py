@@ -226,7 +226,7 @@ def test_half_a_pair_of_commands_is_refused(tmp_path: Path) -> None:
 def test_registry(tmp_path: Path) -> None:
     options = {**COMMANDS, "state_dir": str(tmp_path), "timeout": 5, "other": 1}
     assert isinstance(registry.get({"scheduler": "hosts", "scheduler_options": options}, execution.run), Hosts)
-    with pytest.raises(SchedulerError, match="no scheduler is called 'lsf'; expected one of hosts"):
+    with pytest.raises(SchedulerError, match="no scheduler is called 'lsf'; expected one of hosts, kubernetes"):
         registry.get({"scheduler": "lsf", "scheduler_options": {}}, execution.run)
 
 

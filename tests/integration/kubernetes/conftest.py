@@ -1,0 +1,41 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""One control plane for the whole run; each test has nodes and a namespace of its own."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cluster import LAB, Cluster, until
+
+
+@pytest.fixture(scope="session")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    found = subprocess.run([str(LAB / "lab"), "build"], capture_output=True, text=True, timeout=4000, check=False)
+    if found.returncode:
+        pytest.skip(found.stderr.strip())
+    state = tmp_path_factory.mktemp("kubernetes")
+    subprocess.run([str(LAB / "lab"), "up", "--nodes", "0", "--state", str(state)], check=True, timeout=300)
+    yield state
+    subprocess.run([str(LAB / "lab"), "down", "--state", str(state)], check=True, timeout=100)
+
+
+_number = itertools.count(1)
+
+
+@pytest.fixture
+def cluster(control_plane: Path) -> Iterator[Cluster]:
+    made = Cluster(control_plane, f"t{next(_number)}")
+    made.api.post("/api/v1/namespaces", {"metadata": {"name": made.namespace}})
+    until("the default account", lambda: made.api.find(made.path("serviceaccounts", "default")))
+    yield made
+    made.clean()

@@ -1,0 +1,317 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Nodes are emptied of the pods that use their GPUs, within the rules of a real API server."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from api import ApiError
+from cluster import RUN, Cluster, evacuate, go, until
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import End, Fate
+
+NOTHING: list[Fate] = []
+
+
+def evict(cluster: Cluster, name: str, **options: Any) -> None:
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}, "deleteOptions": options}
+    cluster.api.post(cluster.path("pods", name) + "/eviction", body)
+
+
+def test_a_node_is_emptied_of_gpu_pods_and_nothing_else(cluster: Cluster) -> None:
+    first, second = cluster.nodes(2)
+    (pod,) = cluster.deployment("llama", gpus=8, nodeSelector={"kubernetes.io/hostname": first})
+    (other,) = cluster.deployment("web", gpus=0, nodeSelector={"kubernetes.io/hostname": first})
+    backend = cluster.backend()
+    backend.cordon([first], RUN)
+    result = evacuate(backend, [first], go(cluster, pod))[first]
+    assert result.as_dict()["empty"] and result.changed
+    assert result.ends == (End(f"{cluster.namespace}/{pod}", "evicted"),)
+    assert cluster.pods_on(first) == [other] and cluster.pods_on(second) == []
+
+
+def test_a_workload_without_a_fate_is_waited_for_and_its_end_is_told(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    cluster.pod("short", annotations={"lab.gpufleet/runs-for": "2", objects.PREFIX + "remaining": "2"})
+    backend = cluster.backend()
+    now = evacuate(backend, [node], NOTHING, patience=0)[node]
+    assert now.waiting == (f"{cluster.namespace}/short may finish, in 2 s by its own account",) and not now.changed
+    later = evacuate(backend, [node], NOTHING)[node]
+    assert later.as_dict()["empty"] and later.ends == (End(f"{cluster.namespace}/short", "ended"),)
+
+
+def test_after_the_deadline_what_may_restart_is_evicted_and_what_may_not_fails_its_node(cluster: Cluster) -> None:
+    first, second = cluster.nodes(2)
+    cluster.deployment("server", nodeSelector={"kubernetes.io/hostname": first})
+    cluster.pod("alone", nodeSelector={"kubernetes.io/hostname": second})
+    backend = cluster.backend()
+    backend.cordon([first, second], RUN)
+    results = evacuate(backend, [first, second], NOTHING, deadline=-1)
+    assert results[first].as_dict()["empty"]
+    assert results[second].failed and "alone belongs to no controller" in results[second].msg
+    assert cluster.pods_on(second) == ["alone"]
+
+
+def test_check_mode_asks_the_server_and_disturbs_nothing(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    pods = cluster.deployment("llama", 2)
+    cluster.budget("one", "llama", maxUnavailable=1)
+    until("one may go", lambda: cluster.budget_status("one").get("disruptionsAllowed") == 1)
+    result = evacuate(cluster.backend(), [node], go(cluster, *pods), check=True)[node]
+    assert result.changed and sorted(cluster.pods_on(node)) == sorted(pods)
+    assert cluster.budget_status("one")["disruptionsAllowed"] == 1
+
+
+# ---- budgets
+
+
+def test_a_budget_is_waited_for_until_its_pods_are_well_elsewhere(cluster: Cluster) -> None:
+    """429 without Retry-After: what the budget needs and has is told, and the eviction is tried again."""
+    first, second = cluster.nodes(2)
+    pods = cluster.deployment(
+        "llama", 2, nodeSelector={"room": "yes"}, annotations={"lab.gpufleet/starts-after": "1.5"}, wait=False
+    )
+    cluster.change(first, metadata={"labels": {"room": "yes"}})
+    until("both run", lambda: cluster.are_ready("deployments", "llama"))
+    pods = cluster.pods_of("llama")
+    assert cluster.pods_on(first) == sorted(pods)
+    cluster.budget("llama", "llama", minAvailable=1)
+    until("one may go", lambda: cluster.budget_status("llama").get("disruptionsAllowed") == 1)
+    cluster.change(second, metadata={"labels": {"room": "yes"}})
+    backend = cluster.backend()
+    backend.cordon([first], RUN)
+    early = evacuate(backend, [first], go(cluster, *pods), patience=0)[first]
+    assert [end.how for end in early.ends] == ["evicted"]
+    kept = next(line for line in early.waiting if "may not go yet" in line)
+    assert "The disruption budget llama needs 1 healthy pods and has 1 currently" in kept
+    done = evacuate(backend, [first], go(cluster, *pods))[first]
+    assert done.as_dict()["empty"] and len(cluster.pods_on(second)) == 2
+
+
+def test_a_budget_that_can_never_allow_it_is_named_before_anything_is_disturbed(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    free = cluster.deployment("free")
+    bound = cluster.deployment("bound", 2)
+    cluster.budget("all", "bound", minAvailable="100%")
+    until("computed", lambda: cluster.budget_status("all").get("expectedPods") == 2)
+    result = evacuate(cluster.backend(), [node], go(cluster, *free, *bound))[node]
+    assert result.failed and f"the budget {cluster.namespace}/all allows no disruption" in result.msg
+    assert not result.changed and sorted(cluster.pods_on(node)) == sorted(free + bound)
+
+
+def test_two_budgets_on_a_pod_are_named_before_anything_is_disturbed(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    (pod,) = cluster.deployment("llama")
+    (other,) = cluster.deployment("free")
+    for name in ("one", "two"):
+        cluster.budget(name, "llama", maxUnavailable=1)
+    with pytest.raises(ApiError, match="500 This pod has more than one PodDisruptionBudget"):
+        evict(cluster, pod)
+    result = evacuate(cluster.backend(), [node], go(cluster, pod, other))[node]
+    assert result.failed and f"2 budgets ({cluster.namespace}/one, {cluster.namespace}/two)" in result.msg
+    assert cluster.pods_on(node) == sorted([pod, other])
+
+
+def test_a_budget_that_yields_too_late_fails_the_node_with_its_reason(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    pods = cluster.deployment("llama", 2)
+    cluster.budget("one", "llama", minAvailable=1)
+    until("one may go", lambda: cluster.budget_status("one").get("disruptionsAllowed") == 1)
+    backend = cluster.backend()
+    backend.cordon([node], RUN)  # no other node: the first pod evicted stays Pending
+    result = evacuate(backend, [node], go(cluster, *pods), patience=15, deadline=3)[node]
+    assert result.failed and "could not be evicted in time: The disruption budget one needs 1" in result.msg
+
+
+def test_a_budget_is_not_spent_on_a_pod_that_was_replaced(cluster: Cluster) -> None:
+    """The contract: an eviction that fails on the uid takes from the budget all the same, for two minutes."""
+    cluster.nodes(1)
+    (pod, dummy) = cluster.deployment("llama", 2)
+    cluster.budget("one", "llama", maxUnavailable=1)
+    until("one may go", lambda: cluster.budget_status("one").get("disruptionsAllowed") == 1)
+    with pytest.raises(ApiError, match="409"):
+        evict(cluster, pod, preconditions={"uid": "00000000-0000-0000-0000-000000000000"})
+    status = cluster.budget_status("one")
+    assert status["disruptionsAllowed"] == 0 and pod in status["disruptedPods"]
+
+
+# ---- pods that cannot simply be evicted
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "reason"),
+    [
+        ({}, {}, "belongs to no controller"),
+        ({}, {"evict_unmanaged": True}, None),
+        ({"annotations": {objects.PREFIX + "may": "restart"}}, {}, None),
+        ({"annotations": {objects.PREFIX + "may": "protect"}}, {"evict_unmanaged": True}, "may: protect"),
+        ({"annotations": {objects.PREFIX + "may": "nonsense"}}, {"evict_unmanaged": True}, "may: nonsense"),
+        ({"volumes": [{"name": "scratch", "emptyDir": {}}]}, {"evict_unmanaged": True}, "the emptyDir scratch"),
+        (
+            {"volumes": [{"name": "scratch", "emptyDir": {}}]},
+            {"evict_unmanaged": True, "evict_local_data": True},
+            None,
+        ),
+        ({"volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}]}, {"evict_unmanaged": True}, None),
+        (
+            {"annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}},
+            {"evict_unmanaged": True},
+            "safe-to-evict: 'false'",
+        ),
+    ],
+    ids=["unmanaged", "unmanaged-allowed", "says-may", "protected", "nonsense", "disk", "disk-allowed", "shm", "safe"],
+)
+def test_fates_by_policy(cluster: Cluster, template: Any, options: Any, reason: str | None) -> None:
+    (node,) = cluster.nodes(1)
+    cluster.pod("alone", **template)
+    (other,) = cluster.deployment("free")
+    backend = cluster.backend(**options)
+    backend.cordon([node], RUN)
+    result = evacuate(backend, [node], go(cluster, "alone", other))[node]
+    if reason is None:
+        assert result.as_dict()["empty"]
+    else:
+        assert result.failed and reason in result.msg
+        assert cluster.pods_on(node) == sorted(["alone", other]), "nothing was disturbed"
+
+
+def test_a_pod_held_by_a_finalizer_is_waited_for_by_name_and_fails_in_the_end(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    (pod,) = cluster.deployment("llama")
+    cluster.api.patch(cluster.path("pods", pod), {"metadata": {"finalizers": ["example.com/hold"]}})
+    backend = cluster.backend()
+    backend.cordon([node], RUN)
+    result = evacuate(backend, [node], go(cluster, pod), patience=8, deadline=4)[node]
+    assert result.failed and "held by finalizer example.com/hold" in result.msg
+
+
+def test_a_pod_that_never_stops_fails_the_node_with_the_command_to_type(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    (pod,) = cluster.deployment("llama", annotations={"lab.gpufleet/stuck": "true"}, terminationGracePeriodSeconds=1)
+    backend = cluster.backend()
+    backend.cordon([node], RUN)
+    early = evacuate(backend, [node], go(cluster, pod), patience=3)[node]
+    assert not early.failed and "is being deleted" in early.waiting[0]
+    result = evacuate(backend, [node], go(cluster, pod), deadline=-1)[node]
+    assert result.failed and "past its grace period" in result.msg
+    assert f"kubectl -n {cluster.namespace} delete pod {pod} --force" in result.msg
+
+
+def test_a_static_pod_with_a_gpu_cannot_be_evicted(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    cluster.pod("static", node=node, annotations={"kubernetes.io/config.mirror": "x"})
+    result = evacuate(cluster.backend(evict_unmanaged=True), [node], go(cluster, "static"))[node]
+    assert result.failed and "is a static pod" in result.msg
+
+
+# ---- who uses a GPU without having asked for one
+
+
+@pytest.mark.parametrize(
+    ("template", "is_user"),
+    [
+        ({"container": {"env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]}}, True),
+        ({"container": {"env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}]}}, False),
+        ({"volumes": [{"name": "dev", "hostPath": {"path": "/dev/nvidia0"}}]}, True),
+        ({"volumes": [{"name": "dev", "hostPath": {"path": "/dev"}}]}, False),
+        (
+            {
+                "volumes": [{"name": "dev", "hostPath": {"path": "/dev"}}],
+                "container": {"securityContext": {"privileged": True}},
+            },
+            True,
+        ),
+        ({}, False),
+    ],
+    ids=["visible-devices", "visible-devices-void", "device-path", "dev-unprivileged", "dev-privileged", "none"],
+)
+def test_users_that_never_asked_are_evicted_too_A_OPR_04(cluster: Cluster, template: Any, is_user: bool) -> None:
+    (node,) = cluster.nodes(1)
+    (pod,) = cluster.deployment("monitor", gpus=0, **template)
+    backend = cluster.backend()
+    backend.cordon([node], RUN)
+    assert evacuate(backend, [node], go(cluster, pod))[node].as_dict()["empty"]
+    assert cluster.pods_on(node) == ([] if is_user else [pod])
+
+
+def test_users_by_runtime_class(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    runtime = {"metadata": {"name": "nvidia"}, "handler": "nvidia"}
+    if cluster.api.find("/apis/node.k8s.io/v1/runtimeclasses/nvidia") is None:
+        cluster.api.post("/apis/node.k8s.io/v1/runtimeclasses", runtime)
+    (pod,) = cluster.deployment("probe", gpus=0, runtimeClassName="nvidia")
+    backend = cluster.backend()
+    backend.cordon([node], RUN)
+    assert evacuate(backend, [node], go(cluster, pod))[node].as_dict()["empty"]
+    assert cluster.pods_on(node) == []
+
+
+# ---- DaemonSets
+
+
+def test_a_daemonset_with_a_label_of_its_own_is_taken_off_and_comes_back(cluster: Cluster) -> None:
+    first, second = cluster.nodes(2, labels={"dcgm": "on", "agents": "on"})
+    env = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]
+    cluster.apps("daemonsets", "dcgm", gpus=0, container={"env": env}, nodeSelector={"dcgm": "on"})
+    cluster.apps("daemonsets", "log", gpus=0, nodeSelector={"agents": "on"})
+    both = {pod["spec"]["nodeName"]: pod["metadata"]["name"] for pod in cluster.pods(labelSelector="app=dcgm")}
+    backend = cluster.backend(validation_image="")
+    backend.cordon([first], RUN)
+    result = evacuate(backend, [first], NOTHING)[first]
+    assert result.as_dict()["empty"] and result.changed
+    assert [name for name in cluster.pods_on(first) if name.startswith("dcgm")] == []
+    assert len(cluster.pods_on(first)) == 1 and both[second] in cluster.pods_on(second)
+    labels = cluster.node(first)["metadata"]["labels"]
+    assert labels["dcgm"] == objects.PAUSE_VALUE and labels["agents"] == "on"
+    proof = backend.validate([first], RUN, {}, 20)[first]
+    assert not proof.failed and proof.changed, proof.msg
+    assert cluster.node(first)["metadata"]["labels"]["dcgm"] == "on"
+    assert any(name.startswith("dcgm") for name in cluster.pods_on(first))
+    backend.uncordon([first], RUN)
+    assert objects.PAUSED not in cluster.node(first)["metadata"].get("annotations", {})
+
+
+def test_uncordoning_brings_daemonsets_back_too(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1, labels={"dcgm": "on"})
+    cluster.apps("daemonsets", "dcgm", nodeSelector={"dcgm": "on"})
+    backend = cluster.backend()
+    backend.cordon([node], RUN)
+    assert evacuate(backend, [node], NOTHING)[node].as_dict()["empty"]
+    backend.uncordon([node], RUN)
+    until("it is back", lambda: cluster.pods_on(node))
+
+
+def test_a_daemonset_that_shares_its_label_is_named_with_what_to_do(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1, labels={"agents": "on"})
+    cluster.apps("daemonsets", "probe", nodeSelector={"agents": "on"})
+    cluster.apps("daemonsets", "log", gpus=0, nodeSelector={"agents": "on"})
+    result = evacuate(cluster.backend(), [node], NOTHING)[node]
+    assert result.failed and "belongs to a DaemonSet that cannot be taken off one node" in result.msg
+    ignoring = cluster.backend(ignore=[f"{cluster.namespace}/DaemonSet/probe"])
+    assert evacuate(ignoring, [node], NOTHING)[node].as_dict()["empty"]
+
+
+# ---- the server
+
+
+def test_the_api_server_is_restarted_in_the_middle(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    pods = cluster.deployment("llama", 4)
+    backend = cluster.backend()
+    backend.cordon([node], RUN)
+    cluster.lab("kill", "kube-apiserver")
+    started = time.monotonic()
+    cluster.lab("start", "kube-apiserver")
+    result = evacuate(backend, [node], go(cluster, *pods))[node]
+    assert result.as_dict()["empty"], (result, time.monotonic() - started)
+
+
+def test_one_unknown_node_does_not_hinder_the_others(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    results = evacuate(cluster.backend(), [node, "absent"], NOTHING)
+    assert results[node].as_dict()["empty"] and results["absent"].as_dict()["empty"]
