@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
-from ..fleet import MOVE, RESTART, WAIT, Node, Resources, Snapshot, Workload, gpus_of
+from ..fleet import MOVE, RESTART, WAIT, Member, Node, Resources, Snapshot, Workload
 from ..version import DriverVersion
-from .placement import Classes, Shape, shape_of
+from .placement import Classes, Need, Needs, Shape, shape_of
 from .policy import Policy
 
 SPARE_WEIGHT = 0.25
@@ -47,7 +47,7 @@ class Item:
         "workload",
     )
 
-    def __init__(self, name: str, workload: Workload, needs: tuple[Resources, ...], nodes: tuple[int, ...]) -> None:
+    def __init__(self, name: str, workload: Workload, needs: Needs, nodes: tuple[int, ...]) -> None:
         may = workload.may
         self.name = name
         self.workload = workload
@@ -55,7 +55,7 @@ class Item:
         self.nodes = nodes
         gpus = 0.0
         for need in needs:
-            gpus += gpus_of(need)
+            gpus += need.gpus
         self.gpus = gpus
         self.idle = gpus
         self.end = inf if workload.remaining is None else workload.remaining
@@ -103,9 +103,11 @@ class Model:
         self.free: list[Resources] = [node.free for node in self.nodes]
         self.items: list[Item] = []
         self.residents: list[list[int]] = [[] for dummy in self.nodes]
+        self._needs: dict[tuple[tuple[str, int], ...], Need] = {}
         self._shapes: dict[tuple[object, ...], tuple[Shape, frozenset[int], frozenset[int]]] = {}
         for workload in snapshot.workloads:
-            self._add(workload)
+            if workload.members:
+                self._add(workload)
         order = sorted(
             range(len(self.items)),
             key=lambda i: (-self.items[i].workload.priority, -self.items[i].gpus, -self.items[i].cold, i),
@@ -116,27 +118,36 @@ class Model:
 
     def _add(self, workload: Workload) -> None:
         members = workload.members
+        if workload.gang or len(members) == 1:
+            self._add_item(workload.name, workload, members)
+            return
+        for index, member in enumerate(members):
+            self._add_item(f"{workload.name}/{index}", workload, (member,))
+
+    def _add_item(self, name: str, workload: Workload, members: tuple[Member, ...]) -> None:
         number = self.number
-        groups = [(workload.name, members)] if members else []
-        if not workload.gang and len(members) > 1:
-            groups = [(f"{workload.name}/{index}", (member,)) for index, member in enumerate(members)]
-        for name, group in groups:
-            nodes = tuple([number[member.node] for member in group])
-            item = Item(name, workload, tuple([member.resources for member in group]), nodes)
-            item.shape, item.restorable, item.startable = self._shape(workload, nodes[0])
-            for node in nodes[1:]:
-                if self.classes.of[node] != self.classes.of[nodes[0]]:
-                    dummy, restorable, startable = self._shape(workload, node)
-                    item.restorable &= restorable
-                    item.startable &= startable
-            item.idle *= self.idle_weight[nodes[0]]
-            for budget in workload.budgets:
-                if self.snapshot.budgets[budget] == 0:
-                    item.frozen_by, item.movable, item.restartable = budget, False, False
-            index = len(self.items)
-            self.items.append(item)
-            for node in dict.fromkeys(nodes):
-                self.residents[node].append(index)
+        nodes = tuple([number[member.node] for member in members])
+        item = Item(name, workload, tuple([self._need(member.resources) for member in members]), nodes)
+        item.shape, item.restorable, item.startable = self._shape(workload, nodes[0])
+        for node in nodes[1:]:
+            if self.classes.of[node] != self.classes.of[nodes[0]]:
+                dummy, restorable, startable = self._shape(workload, node)
+                item.restorable &= restorable
+                item.startable &= startable
+        item.idle *= self.idle_weight[nodes[0]]
+        for budget in workload.budgets:
+            if self.snapshot.budgets[budget] == 0:
+                item.frozen_by, item.movable, item.restartable = budget, False, False
+        for node in dict.fromkeys(nodes):
+            self.residents[node].append(len(self.items))
+        self.items.append(item)
+
+    def _need(self, resources: Resources) -> Need:
+        key = tuple(resources.items())
+        found = self._needs.get(key)
+        if found is None:
+            found = self._needs[key] = Need(resources)
+        return found
 
     def _shape(self, workload: Workload, node: int) -> tuple[Shape, frozenset[int], frozenset[int]]:
         requires = tuple(sorted(workload.requires.items())) if workload.requires else ()

@@ -11,17 +11,17 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from heapq import heapify, heappop, heappush
-from typing import Callable
+from heapq import heappop, heappush
+from typing import Any, Callable
 
-from ..fleet import Facts, Node, Resources, Workload
+from ..fleet import Facts, Node, Resources, Workload, gpus_of
 from . import compatibility
 
-Needs = tuple[Resources, ...]
+_NOTHING: Mapping[int, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -105,27 +105,59 @@ def shape_of(workload: Workload, node: Node) -> Shape:
     )
 
 
-def missing(need: Resources, free: Resources) -> str | None:
+class Need:
+    """What one member asks of a node. ``primary`` is the resource it is searched by, ``gpus`` as in :func:`gpus_of`."""
+
+    __slots__ = ("amounts", "gpus", "least", "primary")
+
+    def __init__(self, resources: Resources) -> None:
+        self.amounts = tuple((name, amount) for name, amount in resources.items() if amount)
+        names = [name for name, dummy in self.amounts]
+        self.primary = "gpu" if "gpu" in names else next((name for name in names if name.startswith("mig-")), "cpu")
+        self.least = _bucket(self.primary, resources.get(self.primary, 0))
+        self.gpus = gpus_of(resources)
+
+
+Needs = tuple[Need, ...]
+"""Of each member of a workload; equal needs of one model are one object."""
+
+
+def missing(need: Need, free: Resources) -> str | None:
     """``no_room:gpu 4 of 8`` when 8 are needed and 4 are free; None when everything fits."""
-    for name, amount in need.items():
+    for name, amount in need.amounts:
         if free.get(name, 0) < amount:
             return f"no_room:{name} {free.get(name, 0)} of {amount}"
     return None
-
-
-def _primary(need: Resources) -> str:
-    if need.get("gpu"):
-        return "gpu"
-    return next((name for name in need if name.startswith("mig-") and need[name]), "cpu")
 
 
 def _bucket(resource: str, amount: int) -> int:
     return amount.bit_length() if resource == "cpu" else amount
 
 
-def _request(needs: Needs, fitting: frozenset[int], positions: Sequence[int], together: str | None) -> object:
-    """What :meth:`Rooms.place` was asked for: asked again before room grows, it is refused again."""
-    return fitting, positions[0], positions[-1], together, tuple([tuple(need.items()) for need in needs])
+class _Shelf:
+    """The nodes of one class at one position; the open ones by resource and by how much of it is free.
+
+    ``tightest`` remembers, of needs searched before, how much is free on the node that fits best, and that node.
+    """
+
+    __slots__ = ("by_amount", "nodes", "tightest")
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, None] = {}
+        self.by_amount: dict[str, dict[int, list[int]]] = {}
+        self.tightest: dict[Need, tuple[int, int]] = {}
+
+
+def _enter(buckets: dict[int, list[int]], resource: str, amount: int, index: int) -> None:
+    """Note how much a node has free. Nodes without any are left out, but for CPU, which a need may have none of."""
+    if not amount and resource != "cpu":
+        return
+    bucket = _bucket(resource, amount)
+    heap = buckets.get(bucket)
+    if heap is None:
+        buckets[bucket] = [index]
+    else:
+        heappush(heap, index)
 
 
 class Rooms:
@@ -137,70 +169,84 @@ class Rooms:
     def __init__(self, nodes: Sequence[Node], free: Sequence[Resources], classes: Classes, position: list[int]) -> None:
         self._nodes = nodes
         self._classes = classes
-        self.free: list[Resources] = list(free)
+        self.free: list[dict[str, int]] = [dict(each) for each in free]
         self.position = position
-        self._own: list[dict[str, int] | None] = [None] * len(nodes)
         self._open = bytearray(len(nodes))
-        self._at: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._classes_at: dict[int, list[int]] = {}
-        self._index: dict[tuple[int, int], dict[str, dict[int, list[int]]]] = {}
+        self._shelves: dict[int, dict[int, _Shelf]] = {}
+        self._shelf_of: list[_Shelf | None] = [None] * len(nodes)
+        self._searched: dict[object, int] = {}
         self._hopeless: set[object] = set()
 
     def open(self, indexes: Iterable[int]) -> None:
         for index in indexes:
             self._open[index] = 1
-            where = (self._classes.of[index], self.position[index])
-            if where not in self._at:
-                self._classes_at.setdefault(where[1], []).append(where[0])
-            self._at[where].append(index)
-            self._index.pop(where, None)
-        self._hopeless.clear()
+            at = self._shelves.setdefault(self.position[index], {})
+            number = self._classes.of[index]
+            shelf = at.get(number)
+            if shelf is None:
+                shelf = at[number] = _Shelf()
+            shelf.nodes[index] = None
+            shelf.by_amount.clear()
+            shelf.tightest.clear()
+            self._shelf_of[index] = shelf
+        self._more_room()
 
     def close(self, indexes: Iterable[int]) -> None:
         for index in indexes:
             self._open[index] = 0
+            shelf = self._shelf_of[index]
+            if shelf is not None:
+                shelf.tightest.clear()
 
     def hide(self, indexes: Iterable[int]) -> list[int]:
-        """Close the open ones among ``indexes`` for a while; :meth:`show` what this returns afterwards."""
+        """Close the open ones among ``indexes`` for a while; :meth:`open` what this returns afterwards."""
         hidden = [index for index in dict.fromkeys(indexes) if self._open[index]]
         self.close(hidden)
         return hidden
 
-    def show(self, hidden: Iterable[int]) -> None:
-        for index in hidden:
-            self._open[index] = 1
-            self._index.pop((self._classes.of[index], self.position[index]), None)
-        self._hopeless.clear()
+    def take(self, index: int, need: Need) -> None:
+        free = self.free[index]
+        for name, amount in need.amounts:
+            free[name] = free.get(name, 0) - amount
+        self._changed(index, need)
 
-    def take(self, index: int, need: Resources) -> None:
-        self._change(index, need, -1)
-
-    def give(self, index: int, need: Resources) -> None:
-        self._change(index, need, 1)
+    def give(self, index: int, need: Need) -> None:
+        free = self.free[index]
+        for name, amount in need.amounts:
+            free[name] = free.get(name, 0) + amount
         if self._open[index]:
-            self._hopeless.clear()
+            self._changed(index, None)
+            self._more_room()
 
     def put_back(self, found: Sequence[int], needs: Needs) -> None:
         """Undo the last :meth:`place`: nothing became possible that was not before it."""
         for index, need in zip(found, needs):
-            self._change(index, need, 1)
+            free = self.free[index]
+            for name, amount in need.amounts:
+                free[name] += amount
+            self._changed(index, None)
+        if len(needs) > 1:
+            # A later member was searched for while the earlier ones had their room.
+            self._searched.clear()
 
-    def _change(self, index: int, need: Resources, sign: int) -> None:
-        free = self._own[index]
-        if free is None:
-            free = self._own[index] = self.free[index] = dict(self.free[index])
-        for name, amount in need.items():
-            free[name] = free.get(name, 0) + sign * amount
-        if self._open[index]:
-            indexed = self._index.get((self._classes.of[index], self.position[index]))
-            for name, buckets in indexed.items() if indexed else ():
-                if name in need:
-                    amount = _bucket(name, free[name])
-                    heap = buckets.get(amount)
-                    if heap is None:
-                        buckets[amount] = [index]
-                    else:
-                        heappush(heap, index)
+    def _more_room(self) -> None:
+        self._searched.clear()
+        self._hopeless.clear()
+
+    def _changed(self, index: int, taken: Need | None) -> None:
+        """Find a node again by what it has free now, after ``taken`` was put there or (None) something left it."""
+        shelf = self._shelf_of[index]
+        if shelf is None or not self._open[index]:
+            return
+        free = self.free[index]
+        for name, buckets in shelf.by_amount.items():
+            _enter(buckets, name, free.get(name, 0), index)
+        if shelf.tightest:
+            found = shelf.tightest.get(taken) if taken is not None else None
+            shelf.tightest.clear()
+            if taken is not None and found is not None and found[1] == index and missing(taken, free) is None:
+                # With less free than before it fits tighter still.
+                shelf.tightest[taken] = (_bucket(taken.primary, free.get(taken.primary, 0)), index)
 
     def place(
         self,
@@ -219,16 +265,22 @@ class Rooms:
         """
         if not positions or not fitting:
             return None
-        hopeless = self._hopeless
-        if hopeless and _request(needs, fitting, positions, together) in hopeless:
+        if len(needs) == 1:
+            index = self._best(needs[0], fitting, positions, None)
+            if index is None:
+                return None
+            self.take(index, needs[0])
+            return (index,)
+        request = (needs, fitting, positions[0], positions[-1], together)
+        if request in self._hopeless:
             return None
         found = (
             self._place_together(needs, fitting, positions, together)
-            if together and len(needs) > 1
+            if together
             else self._place_all(needs, fitting, positions, spread=spread)
         )
         if found is None:
-            hopeless.add(_request(needs, fitting, positions, together))
+            self._hopeless.add(request)
         return found
 
     def claim(self, nodes: Sequence[int], needs: Needs, fitting: frozenset[int]) -> tuple[int, ...] | None:
@@ -246,11 +298,13 @@ class Rooms:
         self, needs: Needs, fitting: frozenset[int], positions: Sequence[int], kind: str
     ) -> tuple[int, ...] | None:
         for position in positions:
-            domains: dict[str, None] = {}
-            for number in sorted(fitting):
-                for index in self._at.get((number, position), ()):
-                    if kind in self._nodes[index].domains:
-                        domains.setdefault(self._nodes[index].domains[kind])
+            shelves = self._shelves.get(position, {})
+            domains = {
+                self._nodes[index].domains[kind]
+                for number in fitting.intersection(shelves)
+                for index in shelves[number].nodes
+                if kind in self._nodes[index].domains
+            }
             for domain in sorted(domains):
                 found = self._place_all(needs, fitting, positions, only=partial(self._within, kind, domain))
                 if found is not None:
@@ -266,15 +320,9 @@ class Rooms:
         spread: str | None = None,
         only: Callable[[int], bool] | None = None,
     ) -> tuple[int, ...] | None:
-        if len(needs) == 1 and only is None:
-            index = self._best(needs[0], fitting, positions, None)
-            if index is None:
-                return None
-            self.take(index, needs[0])
-            return (index,)
         chosen: dict[int, int] = {}
         used: set[str] = set()
-        for number in sorted(range(len(needs)), key=lambda n: (-needs[n].get("gpu", 0), n)):
+        for number in sorted(range(len(needs)), key=lambda n: -needs[n].least if needs[n].primary == "gpu" else 0):
             index = None
             if spread and used:
                 index = self._best(needs[number], fitting, positions, lambda i: self._domain(i, spread) not in used)
@@ -282,6 +330,7 @@ class Rooms:
                 index = self._best(needs[number], fitting, positions, only)
             if index is None:
                 self.put_back(list(chosen.values()), tuple(needs[placed] for placed in chosen))
+                self._searched.clear()
                 return None
             self.take(index, needs[number])
             chosen[number] = index
@@ -296,67 +345,73 @@ class Rooms:
         return self._nodes[index].domains.get(kind, self._nodes[index].name)
 
     def _best(
-        self, need: Resources, fitting: frozenset[int], positions: Sequence[int], only: Callable[[int], bool] | None
+        self, need: Need, fitting: frozenset[int], positions: Sequence[int], only: Callable[[int], bool] | None
     ) -> int | None:
-        primary = _primary(need)
-        least = _bucket(primary, need.get(primary, 0))
-        classes_at, index = self._classes_at, self._index
-        for position in positions:
+        """The node at the first of ``positions`` that has room; what was found full is not searched again."""
+        request = (need, fitting, positions[0], positions[-1])
+        least = need.least
+        for place in range(self._searched.get(request, 0), len(positions)):
             best: tuple[int, int] | None = None
-            for number in classes_at.get(position, ()):
+            for number, shelf in self._shelves.get(positions[place], _NOTHING).items():
                 if number not in fitting:
                     continue
-                indexed = index.get((number, position))
-                buckets = indexed.get(primary) if indexed is not None else None
-                if buckets is None:
-                    buckets = self._indexed(number, position, primary)
-                found = self._tightest(need, primary, least, buckets, only) if buckets else None
+                found = shelf.tightest.get(need) if only is None else None
+                if found is None:
+                    found = self._tightest(need, shelf, only)
                 if found is not None and (best is None or found < best):
                     best = found
                     if found[0] == least:
                         break
             if best is not None:
+                if only is None:
+                    self._searched[request] = place
                 return best[1]
+        if only is None:
+            self._searched[request] = len(positions)
         return None
 
-    def _tightest(
-        self,
-        need: Resources,
-        primary: str,
-        least: int,
-        buckets: dict[int, list[int]],
-        only: Callable[[int], bool] | None,
-    ) -> tuple[int, int] | None:
-        free, is_open, by_bit = self.free, self._open, primary == "cpu"
+    def _tightest(self, need: Need, shelf: _Shelf, only: Callable[[int], bool] | None) -> tuple[int, int] | None:
+        free, is_open, primary, least = self.free, self._open, need.primary, need.least
+        buckets = shelf.by_amount.get(primary)
+        if buckets is None:
+            buckets = self._sorted_out(shelf, primary)
         for amount in sorted(buckets):
             if amount < least:
                 continue
             heap = buckets[amount]
             while heap:
-                have = free[heap[0]].get(primary, 0)
-                if is_open[heap[0]] and (have.bit_length() if by_bit else have) == amount:
+                index = heap[0]
+                if is_open[index] and _bucket(primary, free[index].get(primary, 0)) == amount:
                     break
                 heappop(heap)
             else:
                 del buckets[amount]
                 continue
-            if missing(need, free[heap[0]]) is None and (only is None or only(heap[0])):
-                return amount, heap[0]
-            for index in sorted(set(heap)):
-                if not is_open[index] or _bucket(primary, free[index].get(primary, 0)) != amount:
-                    continue
-                if missing(need, free[index]) is None and (only is None or only(index)):
-                    return amount, index
-        return None
+            if missing(need, free[index]) is None and (only is None or only(index)):
+                break
+            index = next((n for n in sorted(set(heap)) if self._takes(n, need, amount) and (not only or only(n))), -1)
+            if index >= 0:
+                break
+        else:
+            return None
+        if only is None:
+            shelf.tightest[need] = (amount, index)
+        return amount, index
 
-    def _indexed(self, number: int, position: int, primary: str) -> dict[int, list[int]]:
+    def _takes(self, index: int, need: Need, amount: int) -> bool:
+        here = self.free[index]
+        return (
+            bool(self._open[index])
+            and _bucket(need.primary, here.get(need.primary, 0)) == amount
+            and not missing(need, here)
+        )
+
+    def _sorted_out(self, shelf: _Shelf, primary: str) -> dict[int, list[int]]:
         buckets: dict[int, list[int]] = {}
-        for index in self._at[(number, position)]:
+        for index in shelf.nodes:
             if self._open[index]:
-                buckets.setdefault(_bucket(primary, self.free[index].get(primary, 0)), []).append(index)
-        for heap in buckets.values():
-            heapify(heap)
-        self._index.setdefault((number, position), {})[primary] = buckets
+                _enter(buckets, primary, self.free[index].get(primary, 0), index)
+        shelf.by_amount[primary] = buckets
         return buckets
 
     def refusals(self, needs: Needs, shape: Shape, positions: Collection[int], *, restore: bool) -> list[str]:

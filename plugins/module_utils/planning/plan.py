@@ -17,7 +17,7 @@ from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
-from ..fleet import MOVE, PROTECT, RESTART, WAIT, Snapshot
+from ..fleet import MOVE, PROTECT, RESTART, WAIT, Snapshot, uncollected
 from .model import Item, Model, skip_reason, without
 from .order import arrange
 from .placement import Rooms
@@ -119,6 +119,7 @@ def _batch_dict(batch: Batch) -> dict[str, Any]:
     }
 
 
+@uncollected()
 def make(snapshot: Snapshot, policy: Policy) -> Plan:
     """The plan for a fleet; the same snapshot and policy give the same plan.
 
@@ -441,7 +442,7 @@ def place(
         )
         refused = () if to else tuple(rooms.refusals(item.needs, item.shape, set(positions), restore=restore))
         found[index] = Placement(item.name, tuple(model.nodes[n].name for n in to or ()), refused)
-        rooms.show(hidden)
+        rooms.open(hidden)
     return [found[index] for index in items]
 
 

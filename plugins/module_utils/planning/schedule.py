@@ -253,7 +253,7 @@ class _Walk:
         back = (self.where[index], self.end[index], self.moved[index])
         in_place = item.cold + item.gpus * self.model.swap if item.restartable else BLOCKED_LOSS
         cold = item.cold if item.restartable else BLOCKED_LOSS
-        best = self._best_move(index, item, number, now, cold)
+        best = self._best_move(index, item, number, now, cold) if item.movable else inf
         if best < cold or self.hints.get(index) not in (None, WAIT):
             tried = self._move(index, item, number, now, cold, in_place)
             if tried is not None:
@@ -274,7 +274,7 @@ class _Walk:
 
     def _best_move(self, index: int, item: Item, number: int, now: float, cold: float) -> float:
         """What a move would lose at best, to the end; ``inf`` if it cannot be."""
-        if not item.movable or self.moved[index] or not item.restorable:
+        if self.moved[index] or not item.restorable:
             return inf
         pause = item.gpus * item.pause
         until_last = self._time_until(self.last - 1, number)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Demand, Member, Snapshot, Workload
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility, plan
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.model import Model
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning.placement import missing
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.placement import Need
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Policy
 
 from .fleets import FACTS, NEW, OLD, node
@@ -52,7 +52,7 @@ def fleets(draw: st.DrawFn) -> Snapshot:
     for number in range(draw(st.integers(0, 10))):
         need = {dice.choice(("gpu", "gpu", "gpu", "mig-1g.10gb")): dice.choice((1, 2, 4)), "cpu": dice.choice((4, 16))}
         size = dice.choice((1, 1, 1, 2, 3))
-        places = [n for n in range(len(nodes)) if missing(need, free[n]) is None]
+        places = [n for n in range(len(nodes)) if all(free[n].get(name, 0) >= amount for name, amount in need.items())]
         if len(places) < size:
             continue
         members = []
@@ -120,9 +120,9 @@ def occupancy(snapshot: Snapshot, made: plan.Plan) -> list[tuple[str, list[dict[
     return out
 
 
-def _shift(free: list[dict[str, int]], nodes: tuple[int, ...], needs: tuple[dict[str, int], ...], sign: int) -> None:
+def _shift(free: list[dict[str, int]], nodes: tuple[int, ...], needs: tuple[Need, ...], sign: int) -> None:
     for index, need in zip(nodes, needs, strict=True):
-        for name, amount in need.items():
+        for name, amount in need.amounts:
             free[index][name] = free[index].get(name, 0) + sign * amount
 
 
