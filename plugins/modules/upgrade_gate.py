@@ -9,7 +9,8 @@ module: upgrade_gate
 version_added: 1.0.0
 short_description: Decide whether the next batch of an upgrade may start
 description:
-  - Compares what became of every node so far with the failure budget, the maintenance window and a stop file.
+  - Compares what became of every node so far with the failure budget, looks at the clock, the maintenance windows and
+    a stop file, and at whether the plan still holds.
   - Run it once at the head of each batch, on the controller. Ansible's C(max_fail_percentage) and
     C(any_errors_fatal) do not stop later batches for a node that was lost or rescued; this does.
 author: gpufleet.driver contributors (@gpufleet)
@@ -41,13 +42,25 @@ options:
     description: End of the maintenance window in Unix seconds. V(0) is no window.
     type: float
     default: 0
+  windows:
+    description: Maintenance windows, as in O(gpufleet.driver.upgrade_plan#module:windows). Without any, always.
+    type: list
+    elements: dict
+    default: []
   batch_seconds:
-    description: How long a batch is expected to take, in seconds. A batch that cannot finish in time is not started.
+    description:
+      - How long the batch is expected to take, in seconds. A batch that cannot finish before O(not_after) and within
+        one of O(windows) is not started.
     type: float
     default: 0
   stop_file:
     description: Path on the controller; if a file is there, no further batch starts.
     type: path
+  review:
+    description:
+      - RV(gpufleet.driver.upgrade_plan#module:review), so whether the plan still holds for the fleet as it is now. Read
+        are C(safe) and C(reasons).
+    type: dict
 seealso:
   - module: gpufleet.driver.upgrade_plan
 """
@@ -58,6 +71,10 @@ EXAMPLES = r"""
     outcomes: {gpu-node-01: upgraded, gpu-node-02: rolled_back}
     lost: "{{ ansible_play_hosts_all | difference(ansible_play_hosts) }}"
     stop_file: /run/gpufleet-stop
+    windows:
+      - {start: "22:00", end: "04:00", tz: Europe/Berlin, days: [fri, sat]}
+    batch_seconds: 660
+    review: "{{ again.review }}"
   delegate_to: localhost
   run_once: true
   register: gate
@@ -90,6 +107,7 @@ from pathlib import Path
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import decide
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy, Window
 
 
 def main() -> None:
@@ -99,21 +117,32 @@ def main() -> None:
             "lost": {"type": "list", "elements": "str", "default": []},
             "max_failed": {"type": "int", "default": 0},
             "not_after": {"type": "float", "default": 0},
+            "windows": {"type": "list", "elements": "dict", "default": []},
             "batch_seconds": {"type": "float", "default": 0},
             "stop_file": {"type": "path"},
+            "review": {"type": "dict"},
         },
         supports_check_mode=True,
     )
     options = module.params
-    stop_file = options["stop_file"]
+    stop_file, review = options["stop_file"], options["review"]
+    try:
+        windows = [Window.of(window) for window in options["windows"]]
+    except BadPolicy as exc:
+        module.fail_json(msg=str(exc))
+    doubts = (
+        list(map(str, review.get("reasons") or ["it does not say why"])) if review and not review.get("safe") else []
+    )
     gate = decide(
         options["outcomes"],
         options["lost"],
         max_failed=options["max_failed"],
         now=time.time(),
         not_after=options["not_after"] or None,
+        windows=windows,
         batch_seconds=options["batch_seconds"],
         stop_requested=stop_file if stop_file and Path(stop_file).exists() else None,
+        doubts=doubts,
     )
     module.exit_json(changed=False, open=gate.open, failed_nodes=list(gate.failed), reasons=list(gate.reasons))
 

@@ -34,6 +34,13 @@ options:
       - What is left of it is played on the fresh O(snapshot), in its order, and RV(review) says whether its next batch
         is still safe. O(canary), O(reserve) and the sizes are not looked at then.
     type: raw
+  outcomes:
+    description:
+      - With O(previous), what became of each node whose turn has come, as in
+        O(gpufleet.driver.upgrade_gate#module:outcomes).
+      - Any other node of the next batch that is left out now is a reason not to start the batch.
+    type: dict
+    default: {}
   dest:
     description: Write RV(plan) as JSON to this path on the controller, unless in check mode.
     type: path
@@ -86,7 +93,7 @@ plan:
     batches:
       description:
         - The batches in order, each with C(name), C(nodes), C(starts_seconds) from the start of the plan,
-          C(wait_seconds), C(undisturbed) (how many workloads end before) and C(workloads).
+          C(wait_seconds), C(ends_seconds), C(undisturbed) (how many workloads end before) and C(workloads).
         - Each workload has C(workload), C(fate), C(nodes), C(to), C(lost_gpu_hours) and C(reason).
       type: list
       elements: dict
@@ -160,7 +167,12 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy im
 
 def main() -> None:
     module = AnsibleModule(
-        argument_spec={**options.ARGUMENTS, "previous": {"type": "raw"}, "dest": {"type": "path"}},
+        argument_spec={
+            **options.ARGUMENTS,
+            "previous": {"type": "raw"},
+            "outcomes": {"type": "dict", "default": {}},
+            "dest": {"type": "path"},
+        },
         mutually_exclusive=[("nodes", "snapshot")],
         required_one_of=[("nodes", "snapshot")],
         supports_check_mode=True,
@@ -173,7 +185,7 @@ def main() -> None:
         if earlier is None:
             plan = make(snapshot, policy)
         else:
-            plan, found = review(earlier, snapshot, policy)
+            plan, found = review(earlier, snapshot, policy, given["outcomes"])
             result["review"] = found.as_dict()
     except (BadSnapshot, BadPolicy, OSError) as exc:
         module.fail_json(msg=f"No plan for {given['version']}: {exc}")

@@ -14,6 +14,7 @@ import yaml
 TOP = Path(__file__).resolve().parents[2]
 ROLES = sorted(path.name for path in (TOP / "roles").iterdir() if path.is_dir())
 SHARED_FACTS = {"gpu_node", "gpu_plan", "gpu_plan_forecast", "gpu_outcome", "gpu_hosts"}
+SHARED_FACTS |= {"gpu_plan_outcomes", "gpu_plan_review", "gpu_plan_next"}
 
 
 def load(path: Path) -> dict:

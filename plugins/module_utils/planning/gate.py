@@ -11,8 +11,12 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from zoneinfo import ZoneInfo
+
+from .policy import Window, next_window
 
 GOOD = frozenset({"upgraded", "already"})
 """Outcomes that count as success; every other outcome counts against the budget."""
@@ -34,15 +38,18 @@ def decide(
     max_failed: int,
     now: float,
     not_after: float | None = None,
+    windows: Sequence[Window] = (),
     batch_seconds: float = 0.0,
     stop_requested: str | None = None,
+    doubts: Sequence[str] = (),
 ) -> Gate:
     """:param outcomes: node → outcome, of every node whose turn has come; nodes still to come are absent
     :param lost: nodes that Ansible dropped from the play, whatever their outcome says
     :param max_failed: how many nodes may fail before the run stops
     :param now: Unix time; ``not_after`` (end of the maintenance window) likewise
-    :param batch_seconds: how long one batch is expected to take
+    :param batch_seconds: how long the batch is expected to take: it must end by ``not_after`` and in one of ``windows``
     :param stop_requested: what asked for a stop, for example the path of a stop file
+    :param doubts: why the plan no longer holds for the next batch
     """
     failed = tuple(sorted(set(lost) | {node for node, outcome in outcomes.items() if outcome not in GOOD}))
     reasons = []
@@ -55,6 +62,21 @@ def decide(
     if not_after is not None and now + batch_seconds > not_after:
         left = max(0, round(not_after - now))
         reasons.append(f"the maintenance window ends in {left} s and a batch takes {round(batch_seconds)} s")
+    if windows:
+        reasons.extend(_closed(windows, now, batch_seconds))
     if stop_requested:
         reasons.append(f"a stop was asked for by {stop_requested}")
+    if doubts:
+        reasons.append(f"the plan no longer holds, run again to plan anew: {'; '.join(doubts)}")
     return Gate(not reasons, failed, tuple(reasons))
+
+
+def _closed(windows: Sequence[Window], now: float, batch_seconds: float) -> list[str]:
+    minutes = -(-batch_seconds // 60)
+    found = next_window(windows, now, batch_seconds)
+    if found is None:
+        return [f"a batch takes {minutes:.0f} minutes and no maintenance window is that long"]
+    if found[0] <= now:
+        return []
+    opens = datetime.fromtimestamp(found[0], ZoneInfo(windows[0].tz)).isoformat(sep=" ", timespec="minutes")
+    return [f"no maintenance window has {minutes:.0f} minutes left for a batch, run again when the next opens: {opens}"]

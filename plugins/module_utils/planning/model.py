@@ -74,7 +74,8 @@ class Model:
     """What :mod:`.plan` and :mod:`.forecast` work on.
 
     ``upgraded``, ``kept`` and ``moving`` partition the node numbers: on the target version already, left out but able
-    to take work, and to be upgraded; nodes in none of them are left out and take no work.
+    to take work, and to be upgraded; nodes in none of them are left out and take no work. ``slot`` is the seconds a
+    batch takes that does not wait; a forecast varies it, while what a batch is ``expected`` to take stays.
     """
 
     def __init__(self, snapshot: Snapshot, policy: Policy, skipped: dict[str, str]) -> None:
@@ -84,6 +85,7 @@ class Model:
         self.number = {node.name: index for index, node in enumerate(snapshot.nodes)}
         self.slot = snapshot.durations.swap + snapshot.durations.evacuate
         self.swap = snapshot.durations.swap
+        self.expected = self.slot
         self.moving = [index for index, node in enumerate(self.nodes) if node.name not in skipped]
         takes_work = [
             index

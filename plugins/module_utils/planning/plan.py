@@ -17,7 +17,8 @@ from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
-from ..fleet import MOVE, PROTECT, RESTART, WAIT, Snapshot, uncollected
+from ..fleet import MOVE, PROTECT, RESTART, WAIT, Node, Snapshot, uncollected
+from .gate import GOOD
 from .model import Item, Model, skip_reason, without
 from .order import arrange
 from .placement import Rooms
@@ -38,12 +39,14 @@ class WorkloadFate(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Nodes upgraded at the same time. ``starts`` is in seconds from the plan's start, ``wait`` how long it waits."""
+    """Nodes upgraded at the same time. ``starts`` and ``ends`` are in seconds from the plan's start, ``wait`` is how
+    long it waits in between for work to end."""
 
     name: str
     nodes: tuple[str, ...]
     starts: float = 0.0
     wait: float = 0.0
+    ends: float = 0.0
     fates: tuple[WorkloadFate, ...] = ()
 
 
@@ -103,6 +106,7 @@ def _batch_dict(batch: Batch) -> dict[str, Any]:
         "nodes": list(batch.nodes),
         "starts_seconds": round(batch.starts),
         "wait_seconds": round(batch.wait),
+        "ends_seconds": round(batch.ends),
         "undisturbed": sum(fate.fate == STAY for fate in batch.fates),
         "workloads": [
             {
@@ -217,6 +221,7 @@ def described(model: Model, batches: Sequence[Sequence[int]], played: Played, ha
                 tuple(nodes[n].name for n in batch),
                 played.starts[number],
                 played.waits[number],
+                played.starts[number] + played.waits[number] + model.slot,
                 tuple(fates[number]),
             )
         )
@@ -292,12 +297,16 @@ class Review:
         }
 
 
-def review(earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy) -> tuple[Plan, Review]:
+@uncollected()
+def review(
+    earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy, outcomes: Mapping[str, str] | None = None
+) -> tuple[Plan, Review]:
     """Play what is left of an earlier plan (its JSON form) on a fresh snapshot, in the earlier order.
 
     The next batch is safe if every workload on it still has a fate, none loses its place to move to, and all its nodes
     are still there to be upgraded. Nodes that appeared since are not added: a new plan would.
 
+    :param outcomes: of each node whose turn has come, as :func:`.gate.decide` takes them.
     :raises BadPolicy: if the earlier plan is for another version or is no plan.
     """
     if earlier.get("version") != policy.version:
@@ -307,9 +316,11 @@ def review(earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy) -> tu
         isinstance(b, Mapping) and isinstance(b.get("nodes"), list) and "name" in b for b in listed
     ):
         raise BadPolicy("the earlier plan has no batches with name and nodes: give what upgrade_plan returned as plan")
-    model = prepare(snapshot, replace(policy, canary=0, reserve=()))
+    over = outcomes or {}
+    nodes = tuple(_after(node, over[node.name], policy) if node.name in over else node for node in snapshot.nodes)
+    model = prepare(replace(snapshot, nodes=nodes), replace(policy, canary=0, reserve=()))
     moving = {model.nodes[index].name: index for index in model.moving}
-    done = f"already on {policy.version}"
+    upgraded = f"already on {policy.version}"
     changes: list[str] = []
     reasons: list[str] = []
     batches: list[list[int]] = []
@@ -322,9 +333,9 @@ def review(earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy) -> tu
                 here.append(moving[name])
             elif name not in model.number:
                 gone.append(f"{name} has left the fleet")
-            else:
+            elif name not in over:
                 why = skip_reason(model.nodes[model.number[name]], policy)
-                if why != done:
+                if why != upgraded:
                     gone.append(f"{name} is left out now: {why}")
         changes.extend(gone)
         if here:
@@ -362,6 +373,13 @@ def review(earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy) -> tu
                 changes.append(f"{fate.workload} is new on {', '.join(fate.nodes)} and would {_verb(fate.fate)}")
             told.add(fate.workload)
     return plan, Review(not reasons, names[0] if names else None, tuple(reasons), tuple(changes))
+
+
+def _after(node: Node, outcome: str, policy: Policy) -> Node:
+    """A node after its turn."""
+    if outcome in GOOD:
+        return replace(node, loaded=policy.version, installed=policy.version, skip=None, unfinished=False)
+    return replace(node, skip=f"{outcome} in this run", unfinished=False)
 
 
 def hints_of(model: Model, fates: Iterable[tuple[str, str, Sequence[str]]]) -> dict[int, Hint]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
+from math import inf
 from typing import Any, Union
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -55,8 +56,9 @@ class Window:
             raise BadPolicy(f"window time zone {window.tz!r} is unknown here") from exc
         return window
 
-    def next_start(self, after: float, duration: float) -> float | None:
-        """The first moment from ``after`` (Unix seconds) at which ``duration`` seconds fit, within two weeks."""
+    def next_start(self, after: float, duration: float) -> tuple[float, float] | None:
+        """The first moment from ``after`` at which ``duration`` seconds fit, within two weeks, and when the window
+        closes then. Moments are in Unix seconds."""
         zone = ZoneInfo(self.tz)
         day = datetime.fromtimestamp(after, zone).date() - timedelta(days=1)
         for dummy in range(16):
@@ -66,7 +68,7 @@ class Window:
                 closes = datetime.combine(last_day, _clock(self.end), zone).timestamp()
                 start = max(after, opens)
                 if start + duration <= closes:
-                    return start
+                    return start, closes
             day += timedelta(days=1)
         return None
 
@@ -104,21 +106,28 @@ class Policy:
     gpu_models: tuple[str, ...] = ()
     unsupported: tuple[str, ...] = ()
 
-    def opening(self, after: float, duration: float) -> float:
-        """The first moment from ``after`` on (seconds from now) at which something of ``duration`` fits a window.
+    def opening(self, after: float, duration: float) -> tuple[float, float]:
+        """The first moment from ``after`` on (seconds from now) at which something of ``duration`` fits a window, and
+        how much longer than that it may take.
 
         :raises BadPolicy: if no window of the coming two weeks is long enough.
         """
         if not self.windows or self.now is None:
-            return after
-        start = self.now + after
-        found = [moment for window in self.windows if (moment := window.next_start(start, duration)) is not None]
-        if not found:
+            return after, inf
+        found = next_window(self.windows, self.now + after, duration)
+        if found is None:
             raise BadPolicy(
                 f"a batch takes {duration / 60:.0f} minutes and fits no maintenance window: "
                 "lengthen the window or make batches quicker"
             )
-        return min(found) - self.now
+        start, closes = found
+        return start - self.now, closes - start - duration
+
+
+def next_window(windows: Sequence[Window], after: float, duration: float) -> tuple[float, float] | None:
+    """Of all ``windows``, :meth:`Window.next_start` of the one that has room first, and longest."""
+    found = [moment for window in windows if (moment := window.next_start(after, duration)) is not None]
+    return min(found, key=lambda moment: (moment[0], -moment[1]), default=None)
 
 
 def count(size: Size, total: int, what: str) -> int:

@@ -12,7 +12,8 @@ What a fate loses, in GPU-seconds (``g`` GPUs):
 ``stay``        nothing: it ends before its node's turn; queued work that would outlast that turn is not let in then,
                 so its GPUs stand idle for up to half of what the short ones among such work take
 
-The start of each batch is the end of the one before: the longest wait, the evacuation and the swap of the driver.
+The start of each batch is the end of the one before: the longest wait, the evacuation and the swap of the driver; or
+the next maintenance window in which all of that fits.
 
 Private to this collection: may change in any release.
 """
@@ -139,6 +140,12 @@ class _Walk:
         self.came: dict[int, list[int]] = {}
         self.ending = [(end, index) for index, end in enumerate(self.end) if end < inf]
         heapify(self.ending)
+        self.longest_wait = model.policy.max_wait
+        self.earliest: list[float] = []
+        start = 0.0
+        for dummy in batches:
+            self.earliest.append(model.policy.opening(start, model.expected)[0])
+            start = self.earliest[-1] + model.slot
         self.kept_classes = frozenset(model.classes.of[index] for index in model.kept)
         self.played = Played()
 
@@ -146,7 +153,8 @@ class _Walk:
         model, played = self.model, self.played
         now = 0.0
         for number, batch in enumerate(self.batches):
-            now = model.policy.opening(now, model.slot)
+            now, spare = model.policy.opening(now, model.expected)
+            self.longest_wait = min(model.policy.max_wait, spare)
             self._end_until(now)
             self.rooms.close(batch)
             wait = self._empty(number, batch, now)
@@ -181,7 +189,7 @@ class _Walk:
         affected: list[int] = []
         waitable = False
         model, end, over = self.model, self.end, self.over
-        max_wait = model.policy.max_wait
+        longest_wait = self.longest_wait
         seen = set()
         for node in batch:
             for index in (*model.residents[node], *self.came.get(node, ())):
@@ -197,7 +205,7 @@ class _Walk:
                 elif index not in seen and node in self.where[index]:
                     seen.add(index)
                     affected.append(index)
-                    waitable = waitable or (model.items[index].waitable and end[index] - now <= max_wait)
+                    waitable = waitable or (model.items[index].waitable and end[index] - now <= longest_wait)
         affected.sort(key=model.rank.__getitem__)
         if not waitable:
             for index in affected:
@@ -210,7 +218,7 @@ class _Walk:
         lefts = sorted(
             (self.end[index] - now, index)
             for index in affected
-            if model.items[index].waitable and self.end[index] - now <= model.policy.max_wait
+            if model.items[index].waitable and self.end[index] - now <= self.longest_wait
         )
         trial: dict[int, Fate] = {}
         lost: dict[int, float] = {}
@@ -283,7 +291,7 @@ class _Walk:
 
     def _time_until(self, position: int, number: int) -> float:
         """Seconds from the start of batch ``number`` to that of the batch at ``position``, at the earliest."""
-        return inf if position >= self.last else (position - number) * self.model.slot
+        return inf if position >= self.last else self.earliest[position] - self.earliest[number]
 
     def _kept(self, item: Item) -> bool:
         return not self.kept_classes.isdisjoint(item.restorable)
