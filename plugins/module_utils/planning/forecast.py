@@ -10,6 +10,9 @@ numbers: the same input gives the same forecast. The peers are played event by e
 ``drain_and_wait``  nodes in list order, some at a time, cordoned until empty, evicted after a deadline
 ``all_at_once``     every node at the same time, work evicted without saving
 
+They keep together what the policy keeps together: the nodes of a domain are swapped when the last of them is empty.
+They know of no maintenance windows.
+
 Lost, in GPU-hours, by cause: ``moves`` (paused while saved and restored), ``cold_starts`` (progress and start-up),
 ``no_room`` (evicted and waiting for a node), ``idle`` (cordoned GPUs without work; a quarter if nobody queues).
 If the snapshot says how long queued work runs, it takes the GPUs that become free: with a plan only as far as it ends
@@ -31,6 +34,7 @@ from typing import Any
 
 from ..fleet import Snapshot
 from .model import Model, same_version
+from .order import together
 from .placement import Rooms
 from .plan import Plan, hints_of, make, prepare, review
 from .policy import BadPolicy, Policy
@@ -280,14 +284,14 @@ def _capacity(
 
 
 class _Rolling:
-    """Nodes in order, ``width`` at a time; each is cordoned, emptied after ``patience`` seconds, swapped, returned."""
+    """Nodes in order, ``width`` at a time or one domain: cordoned, emptied within ``patience``, swapped, back."""
 
     def __init__(
         self, model: Model, order: Sequence[int], width: int, patience: float, failed: set[int], dice: random.Random
     ) -> None:
         self.dice = dice
         self.model = model
-        self.todo = list(reversed(order))
+        self.todo = together(model, order)[::-1]
         self.width = width
         self.patience = patience
         self.failed = failed
@@ -303,15 +307,18 @@ class _Rolling:
         self.lost = dict.fromkeys(CAUSES, 0.0)
         self.cold_starts = self.waits = 0
         self.changes: list[tuple[float, int, bool]] = []
+        self.domain = {node: nodes for nodes in self.todo for node in nodes}
 
     def run(self) -> Run:
         for index, end in enumerate(self.end):
             if end < inf:
                 self._at(end, "end", index)
-        now, left, running = 0.0, len(self.todo), 0
+        now, left, running = 0.0, len(self.domain), 0
         while left:
-            nodes = [self.todo.pop() for dummy in range(min(self.width - running, len(self.todo)))]
-            running += len(nodes)
+            nodes: list[int] = []
+            while self.todo and (not running or running + len(self.todo[-1]) <= self.width):
+                nodes += self.todo[-1]
+                running += len(self.todo.pop())
             self._cordon(nodes, now)
             now, dummy, what, index = heappop(self.events)
             if what == "end":
@@ -361,12 +368,14 @@ class _Rolling:
             else:
                 for item in sorted(self.on[node]):
                     self._evict(item, now)
-            self._swap_if_empty(node, now)
+            self._swap_if_empty(self.domain[node], now)
         if nodes and not self.patience:
             self._settle_pending(now)
 
-    def _swap_if_empty(self, node: int, now: float) -> None:
-        if node in self.draining and not self.on[node]:
+    def _swap_if_empty(self, domain: Sequence[int], now: float) -> None:
+        if any(node not in self.draining or self.on[node] for node in domain):
+            return
+        for node in domain:
             idle = (now - self.draining.pop(node)) * self.model.nodes[node].gpus
             self.lost["idle"] += idle * self.model.idle_weight[node]
             self.changes.append((now, node, True))
@@ -381,7 +390,7 @@ class _Rolling:
             if node in self.draining:
                 busy = item.gpus / len(self.where[index]) * (now - self.draining[node])
                 self.lost["idle"] -= busy * self.model.idle_weight[node]
-                self._swap_if_empty(node, now)
+                self._swap_if_empty(self.domain[node], now)
         self.where[index] = ()
 
     def _evict(self, index: int, now: float) -> None:

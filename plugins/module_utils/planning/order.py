@@ -212,14 +212,19 @@ class Bins:
         return [sorted(node for group in batch for node in group.nodes) for batch in self.batches if batch]
 
 
-def grouped(model: Model, uses: Mapping[Use, float]) -> list[Group]:
-    """The nodes to upgrade as groups, in the order of the snapshot."""
+def together(model: Model, nodes: Iterable[int]) -> list[list[int]]:
+    """Nodes by the domains that are kept together, in the order of each one's first node."""
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for index in model.moving:
+    for index in nodes:
         node = model.nodes[index]
         kind = next((kind for kind in model.policy.keep_together if kind in node.domains), None)
         found[(kind, node.domains[kind]) if kind else ("", node.name)].append(index)
-    return [Group(model, nodes, uses) for nodes in found.values()]
+    return list(found.values())
+
+
+def grouped(model: Model, uses: Mapping[Use, float]) -> list[Group]:
+    """The nodes to upgrade as groups, in the order of the snapshot."""
+    return [Group(model, nodes, uses) for nodes in together(model, model.moving)]
 
 
 def canaries(model: Model, groups: Sequence[Group]) -> list[Group]:

@@ -3,11 +3,20 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import decide
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Window
+
+NIGHT = [Window.of({"start": "22:00", "end": "04:00", "tz": "Europe/Berlin"})]
+
+
+def berlin(text: str) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
 
 
 @pytest.mark.parametrize(
@@ -25,12 +34,32 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate impo
         pytest.param({}, [], {"not_after": 159.0, "batch_seconds": 60}, "window ends in 59 s", id="does not fit"),
         pytest.param({}, [], {"not_after": 50.0}, "window ends in 0 s", id="window is over"),
         pytest.param({}, [], {"stop_requested": "/run/stop"}, "/run/stop", id="stop file"),
+        pytest.param({}, [], {"doubts": ["n2 is gone"]}, "plan anew: n2 is gone", id="the plan no longer holds"),
     ],
 )
 def test_gate(outcomes: dict[str, str], lost: list[str], options: dict[str, Any], reason: str | None) -> None:
     gate = decide(outcomes, lost, now=100.0, **{"max_failed": 0, **options})
     assert gate.open is (reason is None)
     assert reason is None or reason in gate.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("now", "minutes", "reason"),
+    [
+        ("2026-03-03 22:00", 60, None),
+        ("2026-03-04 03:00", 60, None),
+        ("2026-03-04 03:01", 60, "60 minutes left for a batch, run again when the next opens: 2026-03-04 22:00+01:00"),
+        ("2026-03-04 12:00", 0, "run again when the next opens: 2026-03-04 22:00+01:00"),
+        # Clocks go forward at 02:00 and back at 03:00: those windows are five and seven hours long.
+        ("2026-03-28 22:00", 301, "next opens: 2026-03-29 22:00+02:00"),
+        ("2026-10-24 22:00", 420, None),
+        ("2026-03-04 22:00", 361, "a batch takes 361 minutes and no maintenance window is that long"),
+    ],
+)
+def test_a_batch_that_cannot_finish_in_a_window_is_not_started(now: str, minutes: int, reason: str | None) -> None:
+    gate = decide({}, [], max_failed=0, now=berlin(now), windows=NIGHT, batch_seconds=minutes * 60)
+    assert gate.open is (reason is None)
+    assert reason is None or gate.reasons[0].endswith(reason)
 
 
 def test_every_reason_is_told_and_long_lists_are_cut() -> None:

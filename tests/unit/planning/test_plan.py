@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import BadSnapshot, Demand, Snapshot
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning import options, plan, table
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning import forecast, options, plan, table
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import (
     BadPolicy,
     Policy,
@@ -225,6 +225,33 @@ def test_batches_start_inside_windows_only() -> None:
     assert [batch.starts / 3600 for batch in made.batches] == [1, 1 + 660 / 3600, 25, 25 + 660 / 3600]
 
 
+def test_a_batch_waits_no_longer_than_its_window_is_open() -> None:
+    window = Window.of({"start": "22:00", "end": "23:00"})
+    now = at("2026-03-02T22:00:00+00:00")
+    policy = Policy(NEW, windows=(window,), now=now)
+    for remaining, expected in ((2940.0, "wait"), (2941.0, "cold_start")):
+        work = workload("w", "n0", gpus=8, remaining=remaining, at_risk=9000.0, may=frozenset(("wait", "restart")))
+        made = plan.make(fleet_of(1, work), policy)
+        assert fate(made, "w").fate == expected
+        assert made.batches[0].ends <= 3600
+
+
+def test_of_two_windows_the_longer_one_counts() -> None:
+    windows = tuple(Window.of({"start": "22:00", "end": end}) for end in ("22:30", "23:30"))
+    policy = Policy(NEW, windows=windows, now=at("2026-03-02T21:00:00+00:00"))
+    assert policy.opening(0.0, 600.0) == (3600.0, 4800.0)
+    assert policy.opening(0.0, 3000.0) == (3600.0, 2400.0)
+
+
+def test_a_forecast_in_which_swaps_take_longer_still_keeps_to_the_windows() -> None:
+    window = Window.of({"start": "22:00", "end": "22:11"})
+    policy = Policy(NEW, batch_size=(1,), windows=(window,), now=at("2026-03-02T21:00:00+00:00"))
+    made = plan.make(fleet_of(2), policy)
+    assert [batch.starts / 3600 for batch in made.batches] == [1, 25]
+    slow = forecast.forecast(fleet_of(2), policy, made, forecast.Chances(runs=5, swap=0.5))
+    assert all(25 * 3600 < run.finish < 26 * 3600 for run in slow.runs)
+
+
 POLICY = Policy(NEW, batch_size=(2,))
 
 
@@ -262,6 +289,26 @@ def test_an_earlier_plan_whose_room_is_gone_is_not_safe() -> None:
     full = tuple(replace(n, free={"gpu": 0}) if n.name != "n0" else n for n in fleet.nodes)
     dummy, review = plan.review(first.as_dict(), replace(fleet, nodes=full), policy)
     assert review.reasons == ("w has lost its place to move to",)
+
+
+@pytest.mark.parametrize("outcome", ["rolled_back", "quarantined", "refused", "lost"])
+def test_nodes_whose_turn_is_over_do_not_stand_in_the_way(outcome: str) -> None:
+    first = plan.make(fleet_of(5), Policy(NEW, batch_size=(2,)))
+    outcomes = {first.order[0]: "upgraded", first.order[1]: outcome}
+    again, review = plan.review(first.as_dict(), fleet_of(5), POLICY, outcomes)
+    assert review == plan.Review(True, "batch 1", (), ())
+    assert again.order == first.order[2:]
+    assert (first.order[1], f"{outcome} in this run") in again.skipped
+
+
+def test_what_moved_to_a_node_is_not_expected_back_when_its_turn_comes() -> None:
+    work = workload("w", "n0", gpus=8, remaining=1000.0, at_risk=9000.0)
+    policy = Policy(NEW, batch_size=(1,), canary=("n0",), max_wait=900.0)
+    first = plan.make(fleet_of(2, work), policy)
+    assert fate(first, "w").to == ("n1",)
+    moved = replace(work, members=(replace(work.members[0], node="n1"),), remaining=500.0)
+    dummy, review = plan.review(first.as_dict(), fleet_of(2, moved), policy, {"n0": "upgraded"})
+    assert review.safe, review
 
 
 def test_an_earlier_plan_names_newcomers() -> None:
