@@ -191,8 +191,7 @@ def main() -> None:
         module.fail_json(msg=f"No plan for {given['version']}: {exc}")
     result.update(plan=plan.as_dict(), table=table.lines(plan))
     if plan.impossible:
-        why = "; ".join(f"{node}: {reason}" for node, reason in plan.blocked[:5])
-        module.fail_json(msg=f"No node can be upgraded to {plan.version}: {why}", **result)
+        module.fail_json(msg="\n".join(table.impossible(plan)), **result)
     changed = False
     if given["dest"]:
         text = json.dumps(result["plan"], indent=1) + "\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import turns_floor
 import yaml
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
@@ -16,6 +17,8 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy im
 
 FLEETS = Path(__file__).parents[2] / "examples" / "fleets"
 AIM = 0.1
+FLOOR_HOURS = 8
+"""``floor`` is what any plan of this length loses at least."""
 FEW = 0.1
 """The aim holds for fleets of which at most this share of the work can neither be saved nor finish in time."""
 
@@ -36,6 +39,9 @@ def line(way: str) -> dict[str, Any]:
             "ours": round(ours, 1),
             "peer": round(peer, 1),
             "cold_share": round(_cold_share(snapshot, made), 3),
+            "floor": round(
+                turns_floor.least(snapshot, policy, max(len(b.nodes) for b in made.batches), FLOOR_HOURS), 1
+            ),
         }
     counted = [each for each in fleets.values() if each["cold_share"] <= FEW]
     ours, peer = (sum(each[side] for each in counted) for side in ("ours", "peer"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +22,7 @@ from .model import Item, Model, skip_reason, without
 from .order import arrange
 from .placement import Rooms
 from .policy import BadPolicy, Policy
-from .schedule import BLOCKED, STAY, Fate, Hint, Played, play
+from .schedule import BLOCKED, COLD, STAY, Fate, Hint, Played, play
 
 
 class WorkloadFate(NamedTuple):
@@ -189,7 +188,7 @@ def _finished(
         batches=made,
         skipped=skipped,
         canary=made[0].nodes if has_canary and made else (),
-        blocked=tuple(blocked.items()),
+        blocked=tuple((node.name, blocked[node.name]) for node in model.nodes if node.name in blocked),
         lost=causes,
         finish=played.finish,
         notes=tuple(_notes(model, made, blocked)),
@@ -238,17 +237,33 @@ def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str]) -
         must = [f for f in batches[0].fates if f.fate in (WAIT, MOVE)]
         for fate in must[:5]:
             way = f"move to {', '.join(fate.to)}" if fate.fate == MOVE else f"end ({fate.reason})"
-            notes.append(f"before {batches[0].name} can begin, {fate.workload} must {way}")
-    fates = Counter(fate.fate for batch in batches for fate in batch.fates)
-    if fates["cold_start"] and not fates[MOVE]:
-        movable = sum(item.movable for item in model.items)
+            notes.append(f"to empty the first batch, {fate.workload} must {way}")
+        if len(must) > 5:
+            notes.append(f"and so must {len(must) - 5} more: see the plan's JSON")
+    finish = batches[-1].ends if batches else 0.0
+    cold = {fate.workload for batch in batches for fate in batch.fates if fate.fate == COLD}
+    saved = [item for item in model.items if item.name in cold and item.movable]
+    lasting = [item for item in saved if item.end > finish]
+    if lasting:
         notes.append(
-            f"{fates['cold_start']} workloads start cold and none moves: "
-            + ("no old-driver room suits them" if movable else "no workload has a backend that could save it")
+            f"{_counted(lasting)} could be saved but last longer than the upgrade: they start cold, unless "
+            "nodes are left on the old driver for them"
         )
+    if len(saved) > len(lasting):
+        others = [item for item in saved if item.end <= finish]
+        notes.append(
+            f"{_counted(others)} could be saved but start cold, for want of old-driver room or as that loses less: "
+            "more free GPUs there, or a longer max_wait, may save them"
+        )
+    if len(cold) > len(saved):
+        notes.append(f"{len(cold) - len(saved)} workloads start cold as nothing could save them")
     if blocked:
         notes.append(f"{len(blocked)} nodes keep their driver; see why each is left out")
     return notes
+
+
+def _counted(items: Sequence[Item]) -> str:
+    return f"{len(items)} workload{'s' * (len(items) > 1)} ({sum(item.gpus for item in items):g} GPUs)"
 
 
 def _blocked_reason(model: Model, fate: Fate) -> str:
@@ -267,7 +282,10 @@ def _blocked_reason(model: Model, fate: Fate) -> str:
         return f"budget {item.frozen_by} allows no disruption of {item.name}, which {ends}: raise the budget or wait"
     if MOVE in may and not item.workload.backends:
         return f"{item.name} may move but no backend could save it, and it {ends}: let it restart, or enable a backend"
-    return f"{item.name} may not restart and cannot move: {'; '.join(_refused(model, item)[:3])}; {ends}"
+    return (
+        f"{item.name} may not restart, {ends}, and cannot move: {'; '.join(_refused(model, item)[:3])}: "
+        "make room for it on the old driver, or let it restart"
+    )
 
 
 def _refused(model: Model, item: Item) -> list[str]:
@@ -276,7 +294,7 @@ def _refused(model: Model, item: Item) -> list[str]:
     rooms = Rooms(model.nodes, model.free, model.classes, position)
     rooms.open(n for n in (*model.kept, *model.moving) if n not in item.nodes and model.nodes[n].schedulable)
     found = rooms.refusals(item.needs, item.shape, {0}, restore=True)
-    return found or ["no other node keeps the old driver"]
+    return found or ["no other node has the old driver"]
 
 
 @dataclass(frozen=True)
@@ -379,7 +397,7 @@ def _after(node: Node, outcome: str, policy: Policy) -> Node:
     """A node after its turn."""
     if outcome in GOOD:
         return replace(node, loaded=policy.version, installed=policy.version, skip=None, unfinished=False)
-    return replace(node, skip=f"{outcome} in this run", unfinished=False)
+    return replace(node, skip=f"{outcome.replace('_', ' ')} in this run", unfinished=False)
 
 
 def hints_of(model: Model, fates: Iterable[tuple[str, str, Sequence[str]]]) -> dict[int, Hint]:

@@ -27,6 +27,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple, Union
 
+from ..account import lasted
 from .model import Item, Model
 from .placement import Rooms
 
@@ -246,7 +247,7 @@ class _Walk:
         for index in affected:
             if index in waiting:
                 left = self.end[index] - now
-                self.played.fates.append(Fate(index, number, WAIT, 0.0, reason=f"ends within {left:.0f} s"))
+                self.played.fates.append(Fate(index, number, WAIT, 0.0, reason=f"ends after {lasted(left)}"))
                 self.over[index] = 1
                 self._leave(index)
         for index in affected:

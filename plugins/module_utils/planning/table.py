@@ -1,7 +1,7 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""A plan as lines of text that a person can read and approve.
+"""A plan, and forecasts beside it, as lines of text that a person can read and approve.
 
 Private to this collection: may change in any release.
 """
@@ -9,69 +9,118 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from .forecast import Forecast
+from ..account import lasted, named
+from .forecast import CAUSES, Forecast
 from .plan import Plan
 
 _NAMES_SHOWN = 6
+_CAUSES = {"moves": "paused by moves", "cold_starts": "cold starts", "no_room": "no room", "idle": "idle GPUs"}
+_WAYS = {
+    "operator": "list order, some at a time, work evicted without saving it",
+    "drain_and_wait": "list order, some at a time, closed until empty, evicted after the deadline",
+    "all_at_once": "every node at the same time, work evicted without saving it",
+}
 
 
 def lines(plan: Plan) -> list[str]:
-    """The plan: one line a batch, then the nodes left out by reason, then the notes."""
-    hours = plan.total_lost / 3600
-    out = [
-        f"plan {plan.id}: driver {plan.version}, {len(plan.order)} nodes in {len(plan.batches)} batches, "
-        f"about {_span(plan.finish)}, {hours:.1f} GPU-hours of work lost"
-    ]
-    head = ("batch", "starts", "nodes", "move", "wait", "cold", "names")
-    rows = []
-    for batch in plan.batches:
-        fates = Counter(fate.fate for fate in batch.fates)
-        counts = [str(fates[what] or "-") for what in ("move", "wait", "cold_start")]
-        rows.append((batch.name, _span(batch.starts), str(len(batch.nodes)), *counts, _shortened(batch.nodes)))
-    out.extend(columns([head, *rows]) if rows else ["nothing to upgrade"])
-    reasons: dict[str, list[str]] = {}
-    for name, reason in (*plan.skipped, *plan.blocked):
-        reasons.setdefault(reason, []).append(name)
-    out.extend(f"left out: {len(names)} ({reason}): {_shortened(names)}" for reason, names in reasons.items())
-    out.extend(f"note: {note}" for note in plan.notes)
-    return out
+    """The plan: what it does and loses, one line a batch, the nodes left out by reason, and the notes."""
+    count = len(plan.order)
+    out = [f"plan {plan.id}: driver {plan.version} for {_of(count, 'node')} in {_of(len(plan.batches), 'batch')}"]
+    if not count:
+        out.append("nothing to upgrade")
+    else:
+        out.append(f"takes about {lasted(plan.finish)}, loses {_hours(plan.total_lost, plan.lost or {})}")
+        head = ("batch", "begins", "ends", "nodes", "stay", "wait", "move", "cold", "names of the nodes")
+        rows = []
+        for batch in plan.batches:
+            fates = Counter(fate.fate for fate in batch.fates)
+            rows.append(
+                (
+                    batch.name,
+                    _clock(batch.starts),
+                    _clock(batch.ends),
+                    str(len(batch.nodes)),
+                    *(str(fates[fate] or "-") for fate in ("stay", "wait", "move", "cold_start")),
+                    named(batch.nodes, _NAMES_SHOWN),
+                )
+            )
+        out += ["", *columns([head, *rows])]
+        if any(batch.fates for batch in plan.batches):
+            out += [
+                "times are hours:minutes from the start; workloads that stay end before the turn of their node,",
+                "those that wait end while their batch waits, those that move pause, cold ones start from nothing",
+            ]
+    for title, left in (("left out", plan.skipped), ("cannot be emptied", plan.blocked)):
+        out += [f"{title}: {text}" for text in _by_reason(left)]
+    return out + [f"note: {note}" for note in plan.notes]
+
+
+def impossible(plan: Plan) -> list[str]:
+    """Why no node can be upgraded, a line a reason."""
+    return [f"No node can be upgraded to {plan.version}:", *(f"  {text}" for text in _by_reason(plan.blocked))]
 
 
 def beside(forecasts: Sequence[Forecast]) -> list[str]:
     """Forecasts side by side, one line a way of upgrading."""
-    head = ("way", "lost GPU-hours", "(10%..90%)", "moves", "cold starts", "waits", "finish", "(10%..90%)")
+    told = [each.as_dict() for each in forecasts]
+    head = ("forecast", "GPU-hours lost", "10%..90%", *_CAUSES.values(), "starts", "takes", "10%..90%")
     rows = []
-    for each in forecasts:
-        told = each.as_dict()
-        low, dummy, high = told["lost_gpu_hours_spread"]
-        soon, dummy, late = told["finish_seconds_spread"]
-        counts = [f"{told[what]:g}" for what in ("moves", "cold_starts", "waits")]
+    for each in told:
+        low, dummy, high = each["lost_gpu_hours_spread"]
+        soon, dummy, late = each["finish_seconds_spread"]
         rows.append(
             (
-                each.way,
-                f"{told['lost_gpu_hours']:.1f}",
+                each["way"],
+                f"{each['lost_gpu_hours']:.1f}",
                 f"{low:.1f}..{high:.1f}",
-                *counts,
-                _span(told["finish_seconds"]),
-                f"{_span(soon)}..{_span(late)}",
+                *(f"{each['lost_by_cause'][cause]:.1f}" for cause in CAUSES),
+                f"{each['cold_starts']:g}",
+                _clock(each["finish_seconds"]),
+                f"{_clock(soon)}..{_clock(late)}",
             )
         )
-    return columns([head, *rows])
+    ours, *others = told
+    return [
+        *columns([head, *rows]),
+        f"means of {_of(len(forecasts[0].runs), 'run')} in which work ends and swaps last as chance has it;",
+        f"the swaps themselves keep GPUs from work for {ours['swap_gpu_hours']:.1f} GPU-hours more, whichever way",
+        *(f"{each['way']}: {_WAYS[each['way']]}{_compared(ours, each)}" for each in others),
+    ]
 
 
-def _span(seconds: float) -> str:
+def _compared(ours: Mapping[str, float], other: Mapping[str, float]) -> str:
+    if not other["lost_gpu_hours"]:
+        return ""
+    return f"; the plan loses {ours['lost_gpu_hours'] / other['lost_gpu_hours']:.0%} of that"
+
+
+def _hours(total: float, causes: Mapping[str, float]) -> str:
+    """GPU-seconds as ``5.1 GPU-hours of work (4.0 cold starts, 1.1 idle GPUs)``."""
+    parts = ", ".join(f"{causes[cause] / 3600:.1f} {_CAUSES[cause]}" for cause in _CAUSES if causes.get(cause))
+    return f"{total / 3600:.1f} GPU-hours of work" + (f" ({parts})" if parts else "")
+
+
+def _clock(seconds: float) -> str:
     minutes = round(seconds / 60)
-    return f"{minutes // 60}h{minutes % 60:02d}" if minutes >= 60 else f"{minutes}m"
+    return f"{minutes // 60}:{minutes % 60:02d}"
+
+
+def _of(count: int, what: str) -> str:
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{count} {what}{'' if count == 1 else plural}"
+
+
+def _by_reason(left: Iterable[tuple[str, str]]) -> list[str]:
+    """``gpu-1, gpu-2: already on 580.95.05``, the names of one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in left:
+        reasons.setdefault(reason, []).append(name)
+    return [f"{named(names, _NAMES_SHOWN)}: {reason}" for reason, names in reasons.items()]
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as text with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def _shortened(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return f"{shown} and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else shown

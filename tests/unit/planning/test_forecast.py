@@ -123,7 +123,19 @@ def test_example_fleets_lose_less_than_by_evicting(name: str) -> None:
     ours, operator, dummy, at_once = forecast.beside(snapshot, policy, None, forecast.PEERS, forecast.Chances(runs=3))
     assert ours.lost < operator.lost
     assert ours.lost < at_once.lost
-    assert len(table.beside([ours, operator])) == 3
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_the_page_of_an_example_shows_what_is_printed(name: str) -> None:
+    snapshot, policy = example(name)
+    made = plan.make(snapshot, policy)
+    shown = (
+        table.impossible(made)
+        if made.impossible
+        else table.beside(forecast.beside(snapshot, policy, made.as_dict(), forecast.PEERS, forecast.Chances()))
+    )
+    text = "\n".join(f"    {line}".rstrip() for line in shown)
+    assert text in (EXAMPLES / f"{name}.md").read_text(), f"the page of {name} should have:\n{text}"
 
 
 def test_example_that_cannot_be_upgraded_says_why() -> None:

@@ -24,7 +24,7 @@ def berlin(text: str) -> float:
     [
         pytest.param({}, [], {}, None, id="first batch"),
         pytest.param({"a": "upgraded", "b": "already"}, [], {}, None, id="all good"),
-        pytest.param({"a": "rolled_back"}, [], {}, "a (rolled_back)", id="A-ANS-01 rescued is still failed"),
+        pytest.param({"a": "rolled_back"}, [], {}, "a (rolled back)", id="A-ANS-01 rescued is still failed"),
         pytest.param({}, ["a"], {}, "a (lost)", id="A-ANS-02 unreachable counts"),
         pytest.param({"a": "upgraded"}, ["a"], {}, "a (lost)", id="lost after it was upgraded"),
         pytest.param({"a": "quarantined"}, [], {"max_failed": 1}, None, id="within the budget"),

@@ -184,7 +184,10 @@ def test_work_that_ends_soon_is_waited_for() -> None:
     [
         ({"may": frozenset(("protect",))}, "w is protected and has no known end"),
         ({"may": frozenset(("wait",)), "remaining": 36000.0}, "ends in 10.0 h, beyond the longest wait of 2.0 h"),
-        ({"may": frozenset(("move",))}, "w may not restart and cannot move: no other node keeps the old driver"),
+        (
+            {"may": frozenset(("move",))},
+            "w may not restart, has no known end, and cannot move: no other node has the old driver",
+        ),
         ({"may": frozenset(("move",)), "backends": ()}, "no backend could save it"),
         ({"budgets": ("pdb",)}, "budget pdb allows no disruption of w"),
     ],
@@ -298,7 +301,7 @@ def test_nodes_whose_turn_is_over_do_not_stand_in_the_way(outcome: str) -> None:
     again, review = plan.review(first.as_dict(), fleet_of(5), POLICY, outcomes)
     assert review == plan.Review(True, "batch 1", (), ())
     assert again.order == first.order[2:]
-    assert (first.order[1], f"{outcome} in this run") in again.skipped
+    assert (first.order[1], f"{outcome.replace('_', ' ')} in this run") in again.skipped
 
 
 def test_what_moved_to_a_node_is_not_expected_back_when_its_turn_comes() -> None:
