@@ -10,9 +10,11 @@ class ModuleDocFragment:
     DOCUMENTATION = r"""
 options:
   scheduler:
-    description: Who places work on the nodes. V(hosts) is nobody, so plain machines.
+    description:
+      - Who places work on the nodes. V(hosts) is nobody, so plain machines. V(slurm) is Slurm 22.05 or later, by its
+        commands on the machine where the module runs, as root or as SlurmUser.
     type: str
-    choices: [hosts, kubernetes]
+    choices: [hosts, kubernetes, slurm]
     default: hosts
   scheduler_options:
     description: How to reach the scheduler, and what is particular to it.
@@ -100,7 +102,10 @@ options:
         type: str
         default: nvcr.io/nvidia/k8s/cuda-sample:vectoradd-cuda12.5.0-ubuntu22.04
       validation_command:
-        description: For O(scheduler=kubernetes). Command of that pod, if not the one of its image.
+        description:
+          - For O(scheduler=kubernetes), command of that pod, if not the one of its image.
+          - For O(scheduler=slurm), command of the job that gets all GPUs of a node, while it is closed to others, and
+            must succeed. By default C(nvidia-smi) must name one driver version for each GPU.
         type: list
         elements: str
         default: []
@@ -111,4 +116,53 @@ options:
       validation_runtime_class:
         description: For O(scheduler=kubernetes). Runtime class of that pod.
         type: str
+      slurm_conf:
+        description: For O(scheduler=slurm). Path of C(slurm.conf), if it is not where Slurm's commands look for it.
+        type: path
+      slurm_bin:
+        description: For O(scheduler=slurm). Directory of Slurm's commands, if they are not in E(PATH).
+        type: path
+      versions:
+        description:
+          - For O(scheduler=slurm). Driver version that is loaded on each node, by the node's name. Nodes are given the
+            feature C(driver-VERSION) when others are drained, again whenever slurmctld has forgotten it, so that work
+            which is moved can ask for the driver it ran on.
+        type: dict
+        default: {}
+      interactive_jobs:
+        description:
+          - For O(scheduler=slurm). What becomes of jobs of C(srun) and C(salloc), which Slurm cannot requeue, when
+            their time is over. V(wait) leaves them, and their node fails.
+        type: str
+        choices: [wait, cancel]
+        default: wait
+      no_requeue_jobs:
+        description:
+          - For O(scheduler=slurm). The same for batch jobs submitted with C(--no-requeue). V(requeue) requeues them
+            against their owner's word.
+        type: str
+        choices: [wait, cancel, requeue]
+        default: wait
+      save_timeout:
+        description:
+          - For O(scheduler=slurm). Seconds a job may take to save itself after its signal. One that does not is left
+            running, until the time for all work is over.
+        type: int
+        default: 300
+      notify_command:
+        description:
+          - For O(scheduler=slurm). Command run once for each job that is signalled, requeued or cancelled, to tell its
+            owner. V({job}), V({user}), V({nodes}) and V({message}) in an argument are replaced. No shell is involved.
+        type: list
+        elements: str
+        default: []
+      validation_partition:
+        description: For O(scheduler=slurm). Partition of the job that proves a node, if not the first one of each node.
+        type: str
+        default: ""
+      srun_options:
+        description: For O(scheduler=slurm). Further options of that job's C(srun), such as C(--account=admin).
+        type: list
+        elements: str
+        default: []
 """

@@ -14,7 +14,7 @@ from typing import Any
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Scheduler, SchedulerError
 
-NAMES = ("hosts", "kubernetes")
+NAMES = ("hosts", "kubernetes", "slurm")
 
 PAUSE_ANNOTATIONS = {
     "cluster-autoscaler.kubernetes.io/scale-down-disabled": "true",
@@ -47,6 +47,15 @@ ARGUMENTS: dict[str, Any] = {
             "validation_command": {"type": "list", "elements": "str", "default": []},
             "validation_namespace": {"type": "str", "default": "default"},
             "validation_runtime_class": {"type": "str"},
+            "slurm_conf": {"type": "path"},
+            "slurm_bin": {"type": "path"},
+            "versions": {"type": "dict", "default": {}},
+            "interactive_jobs": {"type": "str", "choices": ["wait", "cancel"], "default": "wait"},
+            "no_requeue_jobs": {"type": "str", "choices": ["wait", "cancel", "requeue"], "default": "wait"},
+            "save_timeout": {"type": "int", "default": 300},
+            "notify_command": {"type": "list", "elements": "str", "default": []},
+            "validation_partition": {"type": "str", "default": ""},
+            "srun_options": {"type": "list", "elements": "str", "default": []},
         },
     },
 }
@@ -68,4 +77,8 @@ def get(parameters: Mapping[str, Any], run: Runner) -> Scheduler:
         from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes
 
         return kubernetes.connect(options)
+    if name == "slurm":
+        from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import slurm
+
+        return slurm.with_options(run, options)
     raise SchedulerError(f"no scheduler is called {name!r}; expected one of {', '.join(NAMES)}")

@@ -256,10 +256,12 @@ class Lab:
             raise LabError(f"no daemon {name}; there are: {', '.join((MUNGE, CONTROLLER, *self.nodes))}")
 
     def kill_daemon(self, daemon: str, sign: int = signal.SIGKILL) -> None:
-        """The pid in a pid file is the namespace's, so the signal is sent in there."""
+        """Until it is gone. The pid in a pid file is the namespace's, so the signal is sent in there."""
         if daemon not in (MUNGE, CONTROLLER):
             self.check_node(daemon)
-        self.inside(["kill", f"-{int(sign)}", self.pid_file(daemon).read_text().strip()])
+        # nobody reaps it in there, so it stays as a zombie, which has no program any more
+        gone = f'kill -{int(sign)} "$0"; for try in $(seq 200); do [ -e "/proc/$0/exe" ] || exit 0; sleep 0.05; done'
+        self.inside(["sh", "-c", f"{gone}; exit 1", self.pid_file(daemon).read_text().strip()])
 
     def client(self, argv: list[str], deadline: float = 20, check: bool = True) -> str:
         return run(argv, deadline=deadline, check=check, env={**os.environ, **self.environment()})

@@ -1,0 +1,120 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Slurm's own commands, run with a deadline. Reads give data; whether a change came true is for the next read to say.
+
+While slurmctld does not answer, each client waits ten seconds and more. So it is asked first whether it is there,
+which takes milliseconds, and a controller that restarts is waited for.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, TypeVar
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import slurm_text
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import SchedulerError
+
+_AT_ONCE = 8
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def each(act: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """``act`` on every item, several at once; the results in the order of the items."""
+    if not items:
+        return []
+    with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(items))) as pool:
+        return list(pool.map(act, items))
+
+
+@dataclass
+class Commands:
+    """``timeout`` is for one command, in seconds, and also how long a silent slurmctld is waited for. ``conf`` is the
+    path of slurm.conf and ``directory`` that of the commands, where they are not where Slurm's packages put them."""
+
+    run: Runner
+    timeout: float = 60.0
+    conf: str | None = None
+    directory: str | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _there: bool = field(default=False, init=False)
+
+    def nodes(self, names: Iterable[str] = ()) -> dict[str, slurm_text.Node]:
+        """All nodes, or those that are named; ``names`` must exist.
+
+        :raises SchedulerError: as every read here, if slurmctld does not answer or refuses.
+        """
+        listed = ",".join(names)
+        return slurm_text.nodes(self._read(["scontrol", "-o", "-d", "show", "node", *([listed] if listed else [])]))
+
+    def jobs(self) -> list[slurm_text.Job]:
+        """Every job that has not finished."""
+        nonce = secrets.token_hex(8)
+        text = self._read(["squeue", "--noheader", "--all", "--Format", slurm_text.job_format(nonce)])
+        try:
+            return slurm_text.jobs(text, nonce)
+        except ValueError as exc:
+            raise SchedulerError(f"{exc}; expected the output of Slurm 22.05 or later: squeue --version") from exc
+
+    def reservations(self) -> dict[str, slurm_text.Reservation]:
+        return slurm_text.reservations(self._read(["scontrol", "-o", "show", "reservation"]))
+
+    def change(self, *words: str) -> Completed:
+        """Run a command that changes something; if slurmctld was not there, wait for it and try once more.
+
+        :raises SchedulerError: if it does not come back.
+        """
+        self._wait()
+        said = self.start(list(words), self.timeout)
+        if not said.ok and not self._answers():
+            self._wait()
+            said = self.start(list(words), self.timeout)
+        return said
+
+    def start(self, argv: Sequence[str], timeout: float) -> Completed:
+        """One of Slurm's commands in the environment it needs."""
+        environment = {"SLURM_TIME_FORMAT": "%s", **({"SLURM_CONF": self.conf} if self.conf else {})}
+        # what a person set to see squeue otherwise must not change what we see
+        unset = [word for name in os.environ if name.startswith("SQUEUE_") for word in ("-u", name)]
+        program = str(Path(self.directory, argv[0])) if self.directory else argv[0]
+        return self.run([*(["env", *unset] if unset else []), program, *argv[1:]], timeout=timeout, env=environment)
+
+    def _read(self, argv: Sequence[str]) -> str:
+        self._wait()
+        said = self.start(argv, self.timeout)
+        if not said.ok and not self._answers():
+            self._wait()
+            said = self.start(argv, self.timeout)
+        if not said.ok:
+            raise SchedulerError(f"{said.describe()}; expected an answer of slurmctld. Nothing was done")
+        return said.stdout
+
+    def _answers(self) -> bool:
+        said = self.start(["scontrol", "ping"], self.timeout)
+        # one of several controllers is enough, but the exit status may then still say that one is down
+        self._there = said.ok or " is UP" in said.stdout
+        return self._there
+
+    def _wait(self) -> None:
+        end = self.clock() + self.timeout
+        while not self._there and not self._answers():
+            said = self.start(["scontrol", "ping"], self.timeout)
+            if said.rc == 127:
+                raise SchedulerError(f"{said.describe()}; run this where Slurm's commands are (gpu_scheduler_host)")
+            if self.clock() >= end:
+                raise SchedulerError(
+                    f"no slurmctld answered within {self.timeout:.0f} s ({said.describe()}); "
+                    "see that it and munge run: systemctl status slurmctld munge"
+                )
+            self.sleep(1.0)

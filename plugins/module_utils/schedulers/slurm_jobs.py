@@ -1,0 +1,357 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What may be done to a Slurm job, what is done to it next, and how a cluster looks to the planner. Pure.
+
+A job's owner says in its comment how it saves itself, in words among others::
+
+    sbatch --comment="gpufleet.signal=USR1 gpufleet.saved=/scratch/run7/step.pt" ...
+
+``gpufleet.may=wait`` (or ``restart``, ``move``, ``protect``, joined by commas) narrows what may be done. What this
+collection does to a job is noted in its AdminComment, which its owner can read and nobody else writes, so that any
+later call, from any machine, can go on.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_text import (
+    Job,
+    Node,
+    Reservation,
+)
+
+DRIVER_FEATURE = "driver-"
+CREDENTIAL_SECONDS = 125
+"""A node refuses a job that was taken off it less than two minutes ago (cred_expire), and Slurm then ends the job as
+failed. Slurm itself therefore lets a requeued job wait so long."""
+RESERVATION = "gpufleet-"
+_A_YEAR = 365 * 86400.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is done to jobs that Slurm cannot requeue: ``interactive`` ones (``wait`` or ``cancel``) and batch jobs
+    submitted with ``--no-requeue`` (``wait``, ``cancel`` or ``requeue`` all the same). ``save_timeout`` in seconds."""
+
+    interactive: str = "wait"
+    no_requeue: str = "wait"
+    save_timeout: float = 300.0
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What the owner says in the job's comment."""
+
+    signal: str = ""
+    saved: str = ""
+    may: frozenset[str] | None = None
+
+
+_WORD = re.compile(r"(?:^|\s)gpufleet\.(signal|saved|may)=(\S+)")
+_SIGNAL = re.compile(r"(?:SIG)?([A-Z][A-Z0-9]{1,8}|\d{1,2})")
+
+
+def declared(comment: str) -> Declared:
+    """Words that make no sense count as not said, but a ``may`` that nobody understands allows nothing but waiting."""
+    said = dict(_WORD.findall(comment))
+    signal = _SIGNAL.fullmatch(said.get("signal", ""))
+    saved = said.get("saved", "")
+    may = None
+    if "may" in said:
+        may = frozenset(said["may"].split(","))
+        if not may or may - fleet.PERMISSIONS:
+            may = frozenset((fleet.WAIT,))
+    return Declared(signal.group(1) if signal else "", saved if saved.startswith("/") else "", may)
+
+
+def allowed(job: Job, policy: Policy) -> frozenset[str]:
+    """What may be done to a job: ``wait``, ``restart``, ``move``, or ``protect`` alone."""
+    said = declared(job.comment)
+    can = {fleet.WAIT}
+    if job.batch and (job.requeue or policy.no_requeue == "requeue"):
+        can.add(fleet.RESTART)
+        if said.signal and said.saved:
+            can.add(fleet.MOVE)
+    elif (policy.no_requeue if job.batch else policy.interactive) == "cancel":
+        can.add(fleet.RESTART)
+    if said.may is None:
+        return frozenset(can)
+    if fleet.PROTECT in said.may:
+        return frozenset((fleet.PROTECT,))
+    return frozenset(can & said.may) or frozenset((fleet.WAIT,))
+
+
+@dataclass(frozen=True)
+class Token:
+    """What we noted about a job. ``step`` is how far it is: ``asked`` to save itself, ``held`` in the queue by us, or
+    ``done`` with; ``at`` is when that began (Unix seconds). ``seen`` tells its save file before it was asked.
+    ``feature`` is the node feature that it is bound to, and ``was`` its constraint without it. ``off`` are the nodes,
+    joined by commas, that it was taken off."""
+
+    run: str
+    step: str
+    at: int
+    seen: str = ""
+    feature: str = ""
+    was: str = ""
+    off: str = ""
+
+
+_TOKEN = re.compile(
+    r"(?:^| \| )gpufleet: [^\[\]]*"
+    r"\[run=(\S+) step=(asked|held|done) at=(\d+) seen=(\S*) feature=(\S*) was=(\S*) off=(\S*)\]$"
+)
+
+
+def token(admin_comment: str) -> Token | None:
+    found = _TOKEN.search(admin_comment)
+    if not found:
+        return None
+    run, step, at, *rest = found.groups()
+    return Token(run, step, int(at), *rest)
+
+
+def without_token(admin_comment: str) -> str:
+    found = _TOKEN.search(admin_comment)
+    return admin_comment[: found.start()] if found else admin_comment
+
+
+def with_token(admin_comment: str, message: str, noted: Token) -> str:
+    """``message`` is for the owner."""
+    others = without_token(admin_comment)
+    fields = " ".join(f"{name}={value}" for name, value in asdict(noted).items())
+    text = f"gpufleet: {message} [{fields}]"
+    return f"{others} | {text}" if others else text
+
+
+_SIMPLE = re.compile(r"[\w.:-]+(?:&[\w.:-]+)*")
+
+
+def bound(constraint: str, feature: str) -> str | None:
+    """The job's ``constraint`` and ``feature`` besides; None if that cannot be said with certainty: it has
+    alternatives or counts, or speaks of a driver already."""
+    if not constraint:
+        return feature
+    if not _SIMPLE.fullmatch(constraint) or DRIVER_FEATURE in constraint:
+        return None
+    return f"{constraint}&{feature}"
+
+
+def version_of(node: Node) -> str | None:
+    """The driver version that a node's features tell."""
+    for name in node.active:
+        if name.startswith(DRIVER_FEATURE):
+            return name[len(DRIVER_FEATURE) :]
+    return None
+
+
+def features_with(node: Node, version: str) -> tuple[str, ...]:
+    """The features a node should have with that driver version: all others are kept, in their order."""
+    kept = tuple(name for name in node.available if not name.startswith(DRIVER_FEATURE))
+    return (*kept, f"{DRIVER_FEATURE}{version}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done to a job now: ``wait``, ``signal``, ``hold`` (requeue it held), ``requeue``, ``cancel`` or
+    ``fail`` (its node cannot be emptied); ``why`` is shown to people."""
+
+    do: str
+    why: str
+
+
+def next_step(
+    job: Job,
+    fate: str,
+    now: float,
+    deadline: float,
+    policy: Policy,
+    run: str,
+    saved: bool,
+) -> Step:
+    """``fate`` is the plan's word or an empty text. ``saved`` says that the job's save file was replaced since it was
+    asked to save."""
+    may = allowed(job, policy)
+    late = now >= deadline
+    if job.state == "COMPLETING":
+        return Step("wait", "is ending")
+    if fate == "move" and fleet.MOVE in may and not late and job.state != "SUSPENDED":
+        said = declared(job.comment)
+        noted = token(job.admin_comment)
+        if noted is None or noted.run != run or noted.step != "asked":
+            return Step("signal", f"is asked by {said.signal} to save itself to {said.saved}")
+        if saved:
+            return Step("hold", f"has saved itself to {said.saved}")
+        if now < noted.at + policy.save_timeout:
+            return Step("wait", f"saves itself to {said.saved}")
+        return Step("wait", f"has not saved itself to {said.saved} within {policy.save_timeout:.0f} s and runs on")
+    if fleet.RESTART in may and (late or fate in ("cold_start", "move")):
+        why = "its time is over" if late else "the plan starts it anew"
+        if job.batch and (job.requeue or policy.no_requeue == "requeue"):
+            return Step("requeue", why)
+        return Step("cancel", f"{why}, and Slurm cannot requeue it")
+    if late:
+        return Step("fail", f"{_why_left(job, may)}; ask {job.user}, or end it: scancel {job.shown}")
+    if job.state == "SUSPENDED":
+        return Step("wait", f"is suspended and holds its GPUs; resume it: scontrol resume {job.shown}")
+    return Step("wait", f"runs, {_when(job.ends)}")
+
+
+def _why_left(job: Job, may: frozenset[str]) -> str:
+    if fleet.PROTECT in may:
+        return "its owner protects it"
+    if not job.batch:
+        return "it is interactive"
+    if not job.requeue:
+        return "it was submitted with --no-requeue"
+    return "its owner allows only to wait for it"
+
+
+def _when(ends: float | None) -> str:
+    if ends is None:
+        return "without a time limit"
+    return f"until {datetime.fromtimestamp(ends).astimezone():%Y-%m-%d %H:%M} at most"
+
+
+def called(job: Job) -> str:
+    """Its name among the plan's workloads."""
+    return f"job {job.shown.partition('+')[0]}"
+
+
+def grouped(jobs: Iterable[Job]) -> dict[str, list[Job]]:
+    """The jobs by workload name: the components of a heterogeneous job are one workload."""
+    found: dict[str, list[Job]] = {}
+    for job in jobs:
+        found.setdefault(called(job), []).append(job)
+    return found
+
+
+# ---- a cluster as the planner sees it --------------------------------------------------------------------------------
+
+
+def snapshot(
+    nodes: Mapping[str, Node],
+    jobs: Sequence[Job],
+    reservations: Mapping[str, Reservation],
+    names: Sequence[str],
+    ours: Mapping[str, str],
+    now: float,
+    policy: Policy,
+) -> fleet.Snapshot:
+    """Every node with GPUs or in ``names``, the work on them, and the GPUs that queued work wants, by model. Memory
+    counts only where Slurm hands it out.
+
+    ``ours`` maps the nodes that this collection drained to the run that did it.
+    """
+    closed = {
+        node: reservation.name
+        for reservation in reservations.values()
+        if reservation.active and "MAINT" in reservation.flags and not reservation.name.startswith(RESERVATION)
+        for node in reservation.nodes
+    }
+    wanted = set(names)
+    memory = any(node.memory_used for node in nodes.values())
+    shown = {name: node for name, node in nodes.items() if node.gres or name in wanted}
+    workloads = []
+    for name, members in grouped(job for job in jobs if job.on_node).items():
+        if any(node in shown for member in members for node in member.nodes):
+            workloads.append(_workload(name, members, shown, now, policy, memory))
+    return fleet.Snapshot(
+        nodes=tuple(_planned_node(node, closed.get(name), name in ours, memory) for name, node in shown.items()),
+        workloads=tuple(workloads),
+        taken_at=datetime.fromtimestamp(now).astimezone().isoformat(timespec="seconds"),
+        queue=_queue(jobs, nodes),
+    )
+
+
+def _planned_node(node: Node, closed: str | None, ours: bool, memory: bool) -> fleet.Node:
+    cordoned_by = None
+    if node.drain and not ours:
+        cordoned_by = f"{node.reason_by or 'somebody'}: {node.reason or 'no reason given'}"
+    elif node.out and not ours:
+        cordoned_by = f"Slurm: {'+'.join(sorted(node.state))}" + (f" ({node.reason})" if node.reason else "")
+    elif closed:
+        cordoned_by = f"reservation {closed}"
+    free = {name: max(0, amount - node.used.get(name, 0)) for name, amount in node.gres.items()}
+    free["cpu"] = max(0, node.cpus - node.cpus_used) * 1000
+    if memory:
+        free["memory"] = max(0, node.memory - node.memory_used)
+    labels = {f"feature.{name}": "true" for name in node.active}
+    labels.update((f"partition.{name}", "true") for name in node.partitions)
+    return fleet.Node(
+        name=node.name,
+        gpu_model=node.model,
+        gpus=node.gres.get("gpu", 0),
+        loaded=version_of(node),
+        free=free,
+        schedulable=not (node.out or node.silent or closed),
+        cordoned_by=cordoned_by,
+        domains={"partition": node.partitions[0]} if node.partitions else {},
+        labels=labels,
+    )
+
+
+def _workload(
+    name: str, members: Sequence[Job], nodes: Mapping[str, Node], now: float, policy: Policy, memory: bool
+) -> fleet.Workload:
+    job = members[0]
+    may = frozenset.intersection(*(allowed(member, policy) for member in members)) or frozenset((fleet.WAIT,))
+    saves = declared(job.comment)
+    ends = [member.ends for member in members if member.ends and (member.limit or 0) < _A_YEAR]
+    requires = {f"partition.{job.partition}": ("true",)} if job.partition and "," not in job.partition else {}
+    if _SIMPLE.fullmatch(job.constraint):
+        requires.update((f"feature.{feature}", ("true",)) for feature in job.constraint.split("&"))
+    return fleet.Workload(
+        name=name,
+        members=tuple(
+            fleet.Member(node, {k: v for k, v in member.resources.items() if memory or k != "memory"})
+            for member in members
+            for node in member.nodes
+            if node in nodes
+        ),
+        kind="job",
+        owner=job.user,
+        may=may,
+        backends=("slurm",) if fleet.MOVE in may and saves.signal else (),
+        remaining=max(0.0, max(ends) - now) if len(ends) == len(members) else None,
+        at_risk=max(member.used for member in members),
+        requires=requires,
+    )
+
+
+_NOT_FOR_ROOM = ("Dependency", "BeginTime", "JobHeld", "Assoc", "QOS", "Licenses", "BadConstraints", "Partition")
+"""How the reasons of jobs begin that would not start if GPUs were free."""
+
+
+def _queue(jobs: Sequence[Job], nodes: Mapping[str, Node]) -> dict[str, fleet.Demand]:
+    models: dict[str, str] = {}
+    for node in nodes.values():
+        if node.model:
+            for partition in node.partitions:
+                models.setdefault(partition, node.model)
+    found: dict[str, fleet.Demand] = {}
+    for job in jobs:
+        gpus = job.resources.get("gpu", 0)
+        model = job.model or models.get(job.partition.partition(",")[0])
+        if job.state != "PENDING" or not gpus or not model or job.held or job.reason.startswith(_NOT_FOR_ROOM):
+            continue
+        known = found.get(model, fleet.Demand())
+        gpus *= job.width * job.tasks
+        limit = job.limit if job.limit and job.limit < _A_YEAR else 0.0
+        total = known.gpus + gpus
+        lengths = [length for length in (known.shortest, limit) if length]
+        found[model] = replace(
+            known,
+            gpus=total,
+            duration=(known.duration * known.gpus + limit * gpus) / total,
+            shortest=min(lengths) if lengths else 0.0,
+        )
+    return found

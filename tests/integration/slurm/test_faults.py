@@ -1,0 +1,71 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Slurm on real daemons: its controller, munge or a slurmd is away."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from slurm_cluster import Cluster, until
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Mark, SchedulerError
+
+R1, R2 = Mark("run-1", 1.0), Mark("run-2", 2.0)
+OURS = "gpufleet: NVIDIA driver upgrade, run=run-1"
+
+
+def test_a_controller_that_restarts_meanwhile_is_waited_for(slurm: Cluster) -> None:
+    slurm.lab("kill", "slurmctld")
+    later = threading.Timer(2.0, slurm.lab, ("start", "slurmctld"))
+    later.start()
+    try:
+        assert slurm.backend().cordon(["gpu-1"], R1)["gpu-1"].changed
+    finally:
+        later.join()
+
+
+@pytest.mark.parametrize("daemon", ["slurmctld", "munge"])
+def test_a_controller_that_stays_away_is_named_within_the_time_given(slurm: Cluster, daemon: str) -> None:
+    slurm.lab("kill", daemon)
+    slurm.commands.timeout, usual = 3.0, slurm.commands.timeout
+    slurm.commands._there = False
+    started = time.monotonic()
+    try:
+        with pytest.raises(SchedulerError, match="systemctl status slurmctld munge"):
+            slurm.backend().cordon(["gpu-1"], R1)
+        assert time.monotonic() - started < 15
+    finally:
+        slurm.commands.timeout = usual
+        slurm.lab("start", daemon)
+    until(lambda: "UP" in slurm.sh("scontrol", "ping", check=False), "the controller answers")
+
+
+def test_a_node_whose_slurmd_is_dead_is_not_put_back_to_work(slurm: Cluster) -> None:
+    slurm.backend().cordon(["gpu-1"], R1)
+    slurm.lab("kill", "gpu-1")
+    until(lambda: slurm.node("gpu-1").silent, "the slurmd is missed", 60)
+    slurm.commands.timeout, usual = 3.0, slurm.commands.timeout
+    try:
+        result = slurm.backend().uncordon(["gpu-1"], R1)["gpu-1"]
+    finally:
+        slurm.commands.timeout = usual
+        slurm.lab("start", "gpu-1")
+    assert result.failed and "systemctl status slurmd" in result.msg
+    assert slurm.node("gpu-1").drain and slurm.node("gpu-1").reason.startswith(OURS)
+    assert not slurm.backend().uncordon(["gpu-1"], R1)["gpu-1"].failed
+
+
+def test_a_silent_node_is_not_taken_for_empty(slurm: Cluster) -> None:
+    slurm.backend().cordon(["gpu-1"], R1)
+    slurm.lab("kill", "gpu-1")
+    until(lambda: slurm.node("gpu-1").silent, "the slurmd is missed", 60)
+    try:
+        waiting = slurm.empty(["gpu-1"], R1, patience=0)["gpu-1"]
+        late = slurm.empty(["gpu-1"], R1, patience=0, deadline=-1)["gpu-1"]
+    finally:
+        slurm.lab("start", "gpu-1")
+    assert waiting.waiting and "does not answer" in waiting.waiting[0]
+    assert late.failed and "scontrol show node gpu-1" in late.msg

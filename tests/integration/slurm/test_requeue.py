@@ -1,0 +1,160 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Slurm on real daemons: jobs are saved and put back into the queue, and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from slurm_cluster import NEW, OLD, Cluster, until
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import slurm_jobs
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Mark
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_jobs import Policy
+
+R1, R2 = Mark("run-1", 1.0), Mark("run-2", 2.0)
+OURS = "gpufleet: NVIDIA driver upgrade, run=run-1"
+
+
+def test_a_job_that_saves_itself_goes_on_from_there_on_the_same_driver(slurm: Cluster) -> None:
+    versions = {"gpu-1": OLD, "gpu-2": NEW, "gpu-3": OLD, "gpu-4": NEW}
+    job = slurm.counter("a", "--constraint=lab", node="gpu-1")
+    slurm.running(job)
+    until(lambda: int(slurm.text("a.now") or 0) > 3, "three steps")
+    slurm.sh("scontrol", "update", f"jobid={job}", "admincomment=ticket 12 | do not ask")
+    slurm.backend(versions=versions).cordon(["gpu-1"], R1)
+    # it asked for gpu-1 by name to get there; now it may go anywhere
+    result = slurm.empty(["gpu-1"], R1, fate="move")["gpu-1"]
+    assert [(end.how, "saved itself" in end.reason) for end in result.ends] == [("requeued", True)]
+    saved = int(slurm.text("a"))
+    assert saved > 3
+    waiting = slurm.job(job)
+    assert waiting.constraint == f"lab&driver-{OLD}" and waiting.admin_comment.startswith(
+        "ticket 12 | do not ask | gpufleet"
+    )
+    assert not waiting.held
+
+
+def test_moved_work_starts_on_a_node_with_its_driver(slurm: Cluster) -> None:
+    slurm.drain("gpu-2", "gpu-3", "gpu-4")
+    job = slurm.counter("b")
+    assert slurm.running(job).nodes == ("gpu-1",)
+    until(lambda: int(slurm.text("b.now") or 0) > 3, "three steps")
+    slurm.sh("scontrol", "update", "nodename=gpu-2,gpu-3,gpu-4", "state=resume")
+    slurm.backend(versions={"gpu-1": OLD, "gpu-2": NEW, "gpu-3": OLD, "gpu-4": NEW}).cordon(["gpu-1"], R1)
+    started = time.monotonic()
+    slurm.empty(["gpu-1"], R1, fate="move")
+    there = slurm.running(job)
+    assert there.nodes == ("gpu-3",)
+    assert time.monotonic() - started < 60, "without starttime=now it would wait for two minutes"
+    first, second = slurm.text("b.log").splitlines()
+    assert first == "start 0 on gpu-1" and second == f"start {int(slurm.text('b'))} on gpu-3"
+
+
+def test_a_job_is_not_taken_away_before_its_save_is_whole(slurm: Cluster) -> None:
+    job = slurm.counter("c", takes=4, node="gpu-1")
+    slurm.running(job)
+    until(lambda: slurm.text("c.now"), "a step")
+    slurm.backend().cordon(["gpu-1"], R1)
+    early = slurm.empty(["gpu-1"], R1, fate="move", patience=1)["gpu-1"]
+    assert "saves itself" in early.waiting[0] and slurm.job(job).state == "RUNNING"
+    # another call, which has no memory of the first, goes on
+    later = slurm.empty(["gpu-1"], R1, fate="move")["gpu-1"]
+    assert later.ends[0].how == "requeued" and int(slurm.text("c")) > 0
+
+
+def test_a_job_that_does_not_save_is_left_running(slurm: Cluster) -> None:
+    script = "trap '' USR1; while :; do sleep 1; done"
+    comment = f"gpufleet.signal=USR1 gpufleet.saved={slurm.state}/jobs/never gpufleet.may=wait,move"
+    job = slurm.submit(script, f"--comment={comment}", "--gres=gpu:1", node="gpu-1")
+    slurm.running(job)
+    time.sleep(0.5)
+    slurm.backend().cordon(["gpu-1"], R1)
+    policy = Policy(save_timeout=1)
+    result = slurm.empty(["gpu-1"], R1, fate="move", patience=6, policy=policy)["gpu-1"]
+    assert "has not saved itself" in result.waiting[0]
+    late = slurm.empty(["gpu-1"], R1, fate="move", patience=0, deadline=-1, policy=policy)["gpu-1"]
+    assert late.failed and f"scancel {job}" in late.msg
+    assert slurm.job(job).state == "RUNNING"
+
+
+def test_a_job_that_ignores_term_is_requeued_all_the_same(slurm: Cluster) -> None:
+    job = slurm.submit("trap '' TERM; while :; do sleep 1; done", "--gres=gpu:1", "--requeue")
+    node = slurm.running(job).nodes[0]
+    slurm.backend().cordon([node], R1)
+    result = slurm.empty([node], R1, fate="cold_start")[node]
+    assert [end.how for end in result.ends] == ["requeued"]
+    assert slurm.running(job).nodes != (node,)
+
+
+def test_a_plain_requeue_would_run_a_finished_job_again(slurm: Cluster) -> None:
+    job = slurm.submit("true", "--gres=gpu:1", "--requeue", node="gpu-1")
+    until(lambda: slurm.state_of(job) == "COMPLETED", "the job ends")
+    slurm.sh("scontrol", "requeue", "incomplete", job)
+    assert slurm.state_of(job) == "COMPLETED"
+    slurm.sh("scontrol", "requeue", job)
+    assert slurm.state_of(job) == "PENDING", "if not, the word incomplete is not needed any more"
+
+
+def test_settling_closes_a_node_whose_proof_was_cut_short(slurm: Cluster) -> None:
+    slurm.sh(
+        "scontrol", "create", "reservation", "reservationname=gpufleet-gpu-1", "starttime=now", "duration=5",
+        "users=root", "flags=MAINT,IGNORE_JOBS", "nodes=gpu-1",
+    )  # fmt: skip
+    assert slurm.backend().settle(R1, check=True) == ["reservation gpufleet-gpu-1"]
+    assert slurm.commands.reservations()
+    assert slurm.backend().settle(R1) == ["reservation gpufleet-gpu-1"]
+    assert slurm.node("gpu-1").drain and not slurm.commands.reservations()
+
+
+def test_settling_frees_work_that_was_bound_to_the_old_driver(slurm: Cluster) -> None:
+    job = slurm.counter("d", "--constraint=lab", node="gpu-1")
+    slurm.running(job)
+    until(lambda: slurm.text("d.now"), "a step")
+    slurm.backend(versions={"gpu-1": OLD}).cordon(["gpu-1"], R1)
+    slurm.empty(["gpu-1"], R1, fate="move")
+    assert slurm.job(job).constraint == f"lab&driver-{OLD}"
+    settled = slurm.backend().settle(R1)
+    assert settled == [f"constraint driver-{OLD} of job {job} of root"]
+    assert slurm.job(job).constraint == "lab" and slurm.job(job).admin_comment == ""
+    assert slurm.backend().settle(R1) == []
+
+
+@pytest.mark.parametrize("after", ["requeuehold", "the note"])
+def test_work_held_when_a_run_died_is_let_go(slurm: Cluster, after: str) -> None:
+    job = slurm.counter("e", node="gpu-1")
+    slurm.running(job)
+    noted = slurm_jobs.Token("run-1", "held", int(time.time()))
+    text = slurm_jobs.with_token("", "moves", noted)
+    slurm.sh("scontrol", "update", f"jobid={job}", f"admincomment={text}")
+    if after == "requeuehold":
+        slurm.sh("scontrol", "requeuehold", "incomplete", job)
+        until(lambda: slurm.job(job).held, "it is held")
+        slurm.backend().settle(R2)
+        slurm.running(job)
+    else:
+        slurm.backend().settle(R2)
+        assert slurm.job(job).state == "RUNNING"
+
+
+def test_a_job_whose_node_is_back_at_once_waits_until_it_may_start_there(slurm: Cluster) -> None:
+    job = slurm.counter("h", node="gpu-1")
+    slurm.running(job)
+    slurm.backend().cordon(["gpu-1"], R1)
+    slurm.empty(["gpu-1"], R1, fate="cold_start")
+    slurm.backend().uncordon(["gpu-1"], R1)
+    waiting = slurm.job(job)
+    assert waiting.state == "PENDING"
+    assert 100 < waiting.started - time.time() < slurm_jobs.CREDENTIAL_SECONDS
+
+
+def test_a_job_with_a_node_outside_the_batch_is_not_hurried_back_to_it(slurm: Cluster) -> None:
+    slurm.drain("gpu-3", "gpu-4")
+    job = slurm.submit("sleep 300", "--nodes=2", "--gres=gpu:4", "--requeue")
+    slurm.running(job)
+    slurm.backend().cordon(["gpu-1"], R1)
+    slurm.empty(["gpu-1"], R1, fate="cold_start")
+    slurm.sh("scontrol", "update", "nodename=gpu-3", "state=resume")
+    assert set(slurm.running(job).nodes) == {"gpu-2", "gpu-3"}
