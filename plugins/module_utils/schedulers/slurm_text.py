@@ -103,7 +103,7 @@ class Node:
 
 def nodes(text: str) -> dict[str, Node]:
     """``scontrol -o -d show node``: name → node. A line that is no node is left out."""
-    found = (_node(line) for line in text.splitlines() if line.startswith("NodeName="))
+    found = (_node(line) for line in text.split("\n") if line.startswith("NodeName="))
     return {node.name: node for node in found}
 
 
@@ -202,7 +202,7 @@ class Reservation:
 def reservations(text: str) -> dict[str, Reservation]:
     """``scontrol -o show reservation``: name → reservation; none if there is none."""
     found = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):
         words = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
         if not line.startswith("ReservationName="):
             continue

@@ -1,0 +1,154 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import slurm_jobs
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_jobs import Policy, Token
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_text import Job, Node, flags
+
+JOB = Job("7", "3_1", "RUNNING", "alice", ("gpu-1",), batch=True, requeue=True, resources={"gpu": 2})
+SAVER = replace(JOB, comment="nightly gpufleet.signal=SIGUSR1 gpufleet.saved=/scratch/a.pt")
+FIXED = replace(JOB, requeue=False)
+TALK = replace(JOB, batch=False)
+NOW, LATER, DEADLINE = 1000.0, 5000.0, 2000.0
+ASKED = Token("r1", "asked", 990, "none")
+
+
+@pytest.mark.parametrize(
+    ("job", "policy", "may"),
+    [
+        (JOB, Policy(), {"wait", "restart"}),
+        (SAVER, Policy(), {"wait", "restart", "move"}),
+        (replace(SAVER, requeue=False), Policy(), {"wait"}),
+        (FIXED, Policy(no_requeue="cancel"), {"wait", "restart"}),
+        (FIXED, Policy(no_requeue="requeue"), {"wait", "restart"}),
+        (TALK, Policy(), {"wait"}),
+        (TALK, Policy(interactive="cancel"), {"wait", "restart"}),
+        (replace(JOB, comment="gpufleet.may=wait"), Policy(), {"wait"}),
+        (replace(JOB, comment="gpufleet.may=protect"), Policy(), {"protect"}),
+        (replace(JOB, comment="gpufleet.may=anything"), Policy(), {"wait"}),
+        (replace(JOB, comment="gpufleet.may=move"), Policy(), {"wait"}),
+        (replace(JOB, comment="gpufleet.signal=USR1"), Policy(), {"wait", "restart"}),
+        (replace(JOB, comment="gpufleet.signal=-9;x gpufleet.saved=/a"), Policy(), {"wait", "restart"}),
+        (replace(JOB, comment="gpufleet.signal=USR1 gpufleet.saved=a.pt"), Policy(), {"wait", "restart"}),
+    ],
+)
+def test_what_may_be_done_to_a_job(job: Job, policy: Policy, may: set[str]) -> None:
+    assert slurm_jobs.allowed(job, policy) == may
+
+
+def noted(job: Job, token: Token) -> Job:
+    return replace(job, admin_comment=slurm_jobs.with_token(job.admin_comment, "text", token))
+
+
+@pytest.mark.parametrize(
+    ("job", "fate", "now", "policy", "saved", "do"),
+    [
+        (SAVER, "move", NOW, Policy(), False, "signal"),
+        (noted(SAVER, Token("r0", "asked", 1, "none")), "move", NOW, Policy(), True, "signal"),
+        (noted(SAVER, ASKED), "move", NOW, Policy(), False, "wait"),
+        (noted(SAVER, ASKED), "move", NOW, Policy(), True, "hold"),
+        (noted(SAVER, ASKED), "move", 1500.0, Policy(), False, "wait"),
+        (noted(SAVER, ASKED), "move", LATER, Policy(), False, "requeue"),
+        (JOB, "move", NOW, Policy(), False, "requeue"),
+        (JOB, "cold_start", NOW, Policy(), False, "requeue"),
+        (JOB, "wait", NOW, Policy(), False, "wait"),
+        (JOB, "", NOW, Policy(), False, "wait"),
+        (JOB, "wait", LATER, Policy(), False, "requeue"),
+        (replace(JOB, comment="gpufleet.may=wait"), "cold_start", NOW, Policy(), False, "wait"),
+        (replace(JOB, comment="gpufleet.may=wait"), "wait", LATER, Policy(), False, "fail"),
+        (FIXED, "cold_start", NOW, Policy(), False, "wait"),
+        (FIXED, "wait", LATER, Policy(), False, "fail"),
+        (FIXED, "wait", LATER, Policy(no_requeue="cancel"), False, "cancel"),
+        (FIXED, "wait", LATER, Policy(no_requeue="requeue"), False, "requeue"),
+        (TALK, "wait", LATER, Policy(), False, "fail"),
+        (TALK, "cold_start", NOW, Policy(interactive="cancel"), False, "cancel"),
+        (replace(JOB, state="COMPLETING"), "cold_start", LATER, Policy(), False, "wait"),
+        (replace(SAVER, state="SUSPENDED"), "move", NOW, Policy(), False, "requeue"),
+        (replace(FIXED, state="SUSPENDED"), "wait", NOW, Policy(), False, "wait"),
+    ],
+)
+def test_what_is_done_next(job: Job, fate: str, now: float, policy: Policy, saved: bool, do: str) -> None:
+    assert slurm_jobs.next_step(job, fate, now, DEADLINE, policy, "r1", saved).do == do
+
+
+@pytest.mark.parametrize(
+    "before", ["", "ticket 12", "a | gpufleet: old [run=r0 step=done at=1 seen= feature= was= off=]"]
+)
+def test_a_note_goes_round_and_keeps_what_others_wrote(before: str) -> None:
+    token = Token("r1", "held", 12, "1.2.3", "driver-535.183.01", "a&b", "gpu-1,gpu-2")
+    text = slurm_jobs.with_token(before, "gpu-1 gets another driver", token)
+    assert slurm_jobs.token(text) == token
+    assert slurm_jobs.without_token(text) == slurm_jobs.without_token(before)
+    assert slurm_jobs.token(slurm_jobs.without_token(text)) is None
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        ("", "driver-1"),
+        ("h100", "h100&driver-1"),
+        ("a&b", "a&b&driver-1"),
+        ("a|b", None),
+        ("[a|b]", None),
+        ("a*2", None),
+        ("driver-2", None),
+    ],
+)
+def test_a_constraint_is_only_added_to_where_its_meaning_stays(constraint: str, expected: str | None) -> None:
+    assert slurm_jobs.bound(constraint, "driver-1") == expected
+
+
+def test_other_features_stay_in_their_order() -> None:
+    node = Node("n", flags("IDLE"), available=("b", "driver-1", "a"))
+    assert slurm_jobs.features_with(node, "2") == ("b", "a", "driver-2")
+
+
+def node(name: str, state: str = "MIXED", **more: object) -> Node:
+    values = {"gres": {"gpu": 4}, "used": {}, "model": "h100", "partitions": ("gpu",), "cpus": 8, **more}
+    return Node(name, flags(state), **values)  # type: ignore[arg-type]
+
+
+def seen(nodes: list[Node], jobs: list[Job], **ours: str) -> fleet.Snapshot:
+    made = slurm_jobs.snapshot({n.name: n for n in nodes}, jobs, {}, (), ours, NOW, Policy())
+    fleet.check(made)
+    return made
+
+
+def test_a_heterogeneous_job_is_one_workload() -> None:
+    parts = [replace(JOB, id=str(9 + n), shown=f"9+{n}", het="9", nodes=(f"gpu-{n + 1}",)) for n in (0, 1)]
+    made = seen([node("gpu-1"), node("gpu-2")], parts)
+    assert [(work.name, len(work.members)) for work in made.workloads] == [("job 9", 2)]
+
+
+def test_nodes_without_gpus_are_left_out_and_ours_are_not_foreign() -> None:
+    nodes = [
+        node("cpu-1", gres={}),
+        node("gpu-1", "IDLE+DRAIN", reason="gpufleet: NVIDIA driver upgrade, run=r1"),
+        node("gpu-2", "DOWN+NOT_RESPONDING", reason="Not responding"),
+    ]
+    made = {n.name: n for n in seen(nodes, [], **{"gpu-1": "r1"}).nodes}
+    assert set(made) == {"gpu-1", "gpu-2"}
+    assert made["gpu-1"].cordoned_by is None and not made["gpu-1"].schedulable
+    assert made["gpu-2"].cordoned_by == "Slurm: DOWN+NOT_RESPONDING (Not responding)"
+
+
+def test_queued_work_is_counted_by_model_with_arrays_and_without_held_jobs() -> None:
+    waiting = replace(JOB, state="PENDING", nodes=(), partition="gpu", reason="Resources", limit=600.0)
+    jobs = [
+        replace(waiting, tasks=5),
+        replace(waiting, width=2, limit=1800.0),
+        replace(waiting, held=True),
+        replace(waiting, reason="Dependency"),
+        replace(waiting, resources={"gpu": 2}, model="a100", limit=None),
+    ]
+    queue = seen([node("gpu-1")], jobs).queue
+    assert (queue["h100"].gpus, queue["h100"].shortest) == (14, 600.0)
+    assert queue["h100"].duration == pytest.approx((10 * 600 + 4 * 1800) / 14)
+    assert (queue["a100"].gpus, queue["a100"].duration) == (2, 0.0)
