@@ -1,191 +1,178 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""A test's part of the Kubernetes lab: make nodes and pods, look at them, and call the backend as a module would."""
+"""A Slurm lab as the tests see it: its commands, jobs that do this or that, and our backend on top."""
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ansible_collections.gpufleet.driver.plugins.module_utils import execution
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Evacuated, Fate, Mark
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm import Settings, Slurm
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_commands import Commands
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_text import Job, Node
+
 TOP = Path(__file__).resolve().parents[2]
-LAB = TOP / "tests/lab/kubernetes"
-sys.path.insert(0, str(LAB))
+LAB = TOP / "tests/lab/slurm/lab"
+OLD, NEW = "535.183.01", "550.90.07"
 
-import lab as lab_program  # noqa: E402
-from api import Api, ApiError  # noqa: E402
-
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes, registry  # noqa: E402
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (  # noqa: E402
-    Evacuated,
-    Fate,
-    Mark,
-)
-
-Object = dict[str, Any]
-WAIT_SECONDS = 30.0
+# Counts steps and keeps the number in a file; USR1 makes it write the file, TERM ends it at once.
+COUNTER = """\
+#!/bin/bash
+step=$(cat {file} 2>/dev/null || echo 0)
+echo "start $step on $SLURMD_NODENAME" >>{log}
+save() {{ sleep {takes}; echo $step >{file}.part && mv {file}.part {file}; }}
+trap save USR1
+while :; do step=$((step + 1)); echo $step >{now}; sleep 0.2; done
+"""
 
 
-def until(what: str, holds: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
-    """Wait until ``holds()`` is true and return what it gave."""
-    end = time.monotonic() + seconds
-    while True:
-        found = holds()
-        if found:
-            return found
+def until(found: Callable[[], Any], what: str, timeout: float = 30) -> Any:
+    """The first true value of ``found``; says what was waited for if there is none."""
+    end = time.monotonic() + timeout
+    while not (value := found()):
         if time.monotonic() > end:
-            raise AssertionError(f"not within {seconds:.0f} s: {what}")
-        time.sleep(0.05)
+            raise AssertionError(f"not within {timeout} s: {what}")
+        time.sleep(0.1)
+    return value
 
 
 class Cluster:
-    """A test's part of the cluster: its nodes carry the label ``test=NAMESPACE``, and its pods stay on them."""
-
-    def __init__(self, state: Path, namespace: str) -> None:
+    def __init__(self, state: Path, names: Sequence[str]) -> None:
         self.state = state
-        self.kubeconfig = state / "kubeconfig"
-        self.api = Api.of(self.kubeconfig)
-        self.namespace = namespace
-        self.selector = {"lab.gpufleet/test": namespace}
+        self.names = list(names)
+        self.environment = {
+            **os.environ,
+            "SLURM_CONF": str(state / "etc/slurm.conf"),
+            "PATH": f"{state}/bin:{os.environ['PATH']}",
+        }
+        self.commands = Commands(execution.run, timeout=20, conf=str(state / "etc/slurm.conf"))
 
-    # ---- nodes
-
-    def nodes(self, count: int, gpus: int = 8, labels: dict[str, str] | None = None, **node: Any) -> list[str]:
-        names = [f"{self.namespace}-n{number}" for number in range(1, count + 1)]
-        made = [lab_program.node(name, number, gpus, **node) for number, name in enumerate(names)]
-        for item in made:
-            item["metadata"]["labels"] |= self.selector | (labels or {})
-        lab_program.add_nodes(self.api, made)
-        for name in names:
-            until(f"{name} takes work", lambda name=name: not self.node(name)["spec"].get("taints"))
-        return names
-
-    def node(self, name: str) -> Object:
-        return self.api.get(f"/api/v1/nodes/{name}")
-
-    def change(self, name: str, **fields: Any) -> Object:
-        """Merge ``metadata=…`` or ``spec=…`` into a node, as somebody else would."""
-        return self.api.patch(f"/api/v1/nodes/{name}", fields, fieldManager="somebody-else")
-
-    def on_offer(self, name: str, gpus: int) -> None:
-        amount = {"nvidia.com/gpu": str(gpus)}
-        self.api.patch(f"/api/v1/nodes/{name}/status", {"status": {"capacity": amount, "allocatable": amount}})
-
-    # ---- what runs
-
-    def template(self, gpus: int = 1, annotations: dict[str, str] | None = None, **spec: Any) -> Object:
-        container: Object = {"name": "main", "image": "vllm/vllm-openai:v0.9.1"}
-        if gpus:
-            container["resources"] = {"limits": {"nvidia.com/gpu": str(gpus)}}
-        given = {"containers": [container | spec.pop("container", {})], "nodeSelector": dict(self.selector)}
-        given["nodeSelector"] |= spec.pop("nodeSelector", {})
-        return {"metadata": {"labels": {}, "annotations": annotations or {}}, "spec": given | spec}
-
-    def pod(self, name: str, node: str | None = None, **template: Any) -> Object:
-        made = self.template(**template)
-        made["metadata"]["name"] = name
-        if node:
-            made["spec"]["nodeName"] = node
-        made["metadata"]["labels"] |= {"app": name}
-        self.api.post(self.path("pods"), made)
-        return until(f"pod {name} runs", lambda: self._running(name))
-
-    def _running(self, name: str) -> Object | None:
-        pod = self.api.get(self.path("pods", name))
-        return pod if pod["status"].get("phase") == "Running" else None
-
-    def apps(self, kind: str, name: str, wait: bool = True, replicas: int | None = None, **template: Any) -> None:
-        made = self.template(**template)
-        made["metadata"]["labels"]["app"] = name
-        spec: Object = {"selector": {"matchLabels": {"app": name}}, "template": made}
-        if replicas is not None:
-            spec["replicas"] = replicas
-        if kind == "statefulsets":
-            spec |= {"serviceName": name, "podManagementPolicy": "Parallel"}
-        self.api.post(self.path(kind, group="apps/v1"), {"metadata": {"name": name}, "spec": spec})
-        if wait:
-            until(f"{kind} {name} ready", lambda: self.are_ready(kind, name))
-
-    def are_ready(self, kind: str, name: str) -> bool:
-        found = self.api.get(self.path(kind, name, group="apps/v1"))
-        status = found.get("status", {})
-        if status.get("observedGeneration", 0) < found["metadata"]["generation"]:
-            return False
-        if kind == "daemonsets":
-            return status["desiredNumberScheduled"] == status.get("numberReady", 0) > 0
-        return status.get("readyReplicas", 0) == found["spec"]["replicas"]
-
-    def deployment(self, name: str, replicas: int = 1, **template: Any) -> list[str]:
-        """A deployment that is ready; the names of its pods."""
-        self.apps("deployments", name, replicas=replicas, **template)
-        return self.pods_of(name)
-
-    def pods_of(self, app: str) -> list[str]:
-        return [pod["metadata"]["name"] for pod in self.pods(labelSelector=f"app={app}")]
-
-    def pods(self, **query: Any) -> list[Object]:
-        return self.api.get(self.path("pods"), **query)["items"]
-
-    def pods_on(self, node: str) -> list[str]:
-        return sorted(pod["metadata"]["name"] for pod in self.pods(fieldSelector=f"spec.nodeName={node}"))
-
-    def budget(self, name: str, app: str, **spec: Any) -> None:
-        wanted = {"selector": {"matchLabels": {"app": app}}, **spec}
-        self.api.post(
-            self.path("poddisruptionbudgets", group="policy/v1"), {"metadata": {"name": name}, "spec": wanted}
-        )
-        until(f"budget {name} is computed", lambda: self.budget_status(name).get("observedGeneration"))
-
-    def budget_status(self, name: str) -> Object:
-        return self.api.get(self.path("poddisruptionbudgets", name, group="policy/v1")).get("status", {})
-
-    def path(self, resource: str, name: str = "", group: str = "v1") -> str:
-        prefix = f"/api/{group}" if group == "v1" else f"/apis/{group}"
-        return f"{prefix}/namespaces/{self.namespace}/{resource}" + (f"/{name}" if name else "")
-
-    # ---- what is tested
-
-    def backend(self, **options: Any) -> kubernetes.Kubernetes:
-        known = registry.ARGUMENTS["scheduler_options"]["options"]
-        given = {name: option.get("default") for name, option in known.items()}
-        given |= {"kubeconfig": str(self.kubeconfig), "validation_namespace": self.namespace}
-        return kubernetes.connect(given | options)
-
-    def lab(self, *arguments: str) -> None:
-        command, *rest = arguments
-        subprocess.run([str(LAB / "lab"), command, "--state", str(self.state), *rest], check=True, timeout=200)
-
-    def clean(self) -> None:
-        for node in self.api.get("/api/v1/nodes", labelSelector=f"lab.gpufleet/test={self.namespace}")["items"]:
-            self.api.delete(f"/api/v1/nodes/{node['metadata']['name']}")
-        for pod in self.pods():  # no kubelet is left to stop them
-            if pod["metadata"].get("finalizers"):
-                self.api.patch(self.path("pods", pod["metadata"]["name"]), {"metadata": {"finalizers": None}})
+    @classmethod
+    @contextmanager
+    def up(cls, state: Path, *flags: str, nodes: int = 4) -> Iterator[Cluster]:
+        """Its jobs and clients find their way by the environment, so that is set too."""
+        subprocess.run([str(LAB), "up", "--state", str(state), "--nodes", str(nodes), *flags], check=True, timeout=120)
+        cluster = cls(state, [f"gpu-{number}" for number in range(1, nodes + 1)])
+        before = os.environ["PATH"]
+        os.environ["PATH"] = cluster.environment["PATH"]
         try:
-            self.api.delete(f"/api/v1/namespaces/{self.namespace}")
-        except ApiError as exc:
-            if exc.status != 409:
-                raise
+            yield cluster
+        finally:
+            os.environ["PATH"] = before
+            cluster.lab("down")
 
+    def lab(self, command: str, *words: str) -> None:
+        subprocess.run([str(LAB), command, "--state", str(self.state), *words], check=True, timeout=120)
 
-RUN = Mark("run-1", 1_800_000_000.0)
+    def sh(self, *argv: str, check: bool = True, user: str = "", timeout: float = 60) -> str:
+        """Standard output of one of Slurm's commands; with ``check=False`` standard error too."""
+        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user else []
+        done = subprocess.run(
+            [*become, *argv],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=self.state / "jobs",
+            check=False,
+        )
+        if check and done.returncode:
+            raise AssertionError(f"{' '.join(argv)}: rc {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout.strip() + ("" if check else done.stderr)
 
+    # -- jobs
 
-def go(cluster: Cluster, *pods: str, to: tuple[str, ...] = (), fate: str = "cold_start") -> list[Fate]:
-    return [Fate(f"{cluster.namespace}/{pod}", fate, to) for pod in pods]
+    def submit(self, script: str, *flags: str, user: str = "", node: str = "") -> str:
+        """The id of a batch job."""
+        path = self.state / "jobs" / f"job-{time.time_ns()}.sh"
+        path.write_text(script if script.startswith("#!") else f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+        where = [f"--nodelist={node}"] if node else []
+        return self.sh("sbatch", "--parsable", "--output=/dev/null", *where, *flags, str(path), user=user)
 
+    def counter(self, name: str, *flags: str, takes: float = 0, node: str = "", declare: bool = True) -> str:
+        """A job that saves itself on USR1 and goes on from what it saved."""
+        jobs = self.state / "jobs"
+        script = COUNTER.format(file=jobs / name, log=jobs / f"{name}.log", now=jobs / f"{name}.now", takes=takes)
+        comment = f"gpufleet.signal=USR1 gpufleet.saved={jobs / name}" if declare else ""
+        return self.submit(script, f"--comment={comment}", "--gres=gpu:1", "--requeue", *flags, node=node)
 
-def evacuate(
-    backend: kubernetes.Kubernetes,
-    nodes: list[str],
-    fates: list[Fate],
-    patience: float = 20,
-    deadline: float = 3600,
-    check: bool = False,
-) -> dict[str, Evacuated]:
-    """Empty nodes with ``deadline`` seconds from now."""
-    return backend.evacuate(nodes, RUN, fates, time.time() + deadline, patience, check)
+    def text(self, name: str) -> str:
+        path = self.state / "jobs" / name
+        return path.read_text() if path.exists() else ""
+
+    def job(self, number: str) -> Job | None:
+        found = [job for job in self.commands.jobs() if number in (job.id, job.shown)]
+        return found[0] if found else None
+
+    def running(self, number: str, timeout: float = 30) -> Job:
+        def found() -> Job | None:
+            job = self.job(number)
+            return job if job and job.state == "RUNNING" else None
+
+        return until(found, f"job {number} runs", timeout)
+
+    def state_of(self, number: str) -> str:
+        """Also of a job that has ended."""
+        text = self.sh("scontrol", "-o", "show", "job", number)
+        return text.partition("JobState=")[2].split()[0]
+
+    # -- nodes
+
+    def node(self, name: str) -> Node:
+        return self.commands.nodes([name])[name]
+
+    def drain(self, *names: str, reason: str = "bad DIMM") -> None:
+        self.sh("scontrol", "update", f"nodename={','.join(names)}", "state=drain", f"reason={reason}")
+
+    def saved(self, text: str) -> None:
+        """Until slurmctld has written what it knows of nodes, which takes it some seconds: a crash forgets the rest."""
+        path = self.state / "ctld/node_state"
+        until(lambda: path.exists() and text.encode() in path.read_bytes(), f"slurmctld has saved {text}")
+
+    def backend(self, **settings: Any) -> Slurm:
+        return Slurm(self.commands, Settings(**settings))
+
+    def empty(
+        self,
+        names: Sequence[str],
+        mark: Mark,
+        fate: str = "",
+        patience: float = 30,
+        deadline: float = 3600,
+        **settings: Any,
+    ) -> dict[str, Evacuated]:
+        """Evacuate with one fate for every job."""
+        fates = [Fate(f"job {job.shown}", fate) for job in self.commands.jobs()] if fate else []
+        return self.backend(**settings).evacuate(names, mark, fates, time.time() + deadline, patience)
+
+    def reset(self) -> None:
+        """No job, reservation or drain, and the features and drivers as at the start."""
+        for daemon in ("munge", "slurmctld", *self.names):
+            path = self.state / ("munge/private/pid" if daemon == "munge" else f"run/{daemon}.pid")
+            assert path.exists(), f"{daemon} was left dead"
+        for job in self.commands.jobs():
+            if job.state == "SUSPENDED":
+                self.sh("scontrol", "resume", job.id, check=False)
+            self.sh("scancel", "--signal=KILL", "--full", job.id, check=False)
+            self.sh("scancel", job.id, check=False)
+        for name in self.commands.reservations():
+            until(lambda name=name: not self.sh("scontrol", "delete", f"reservationname={name}", check=False), name)
+        listed = ",".join(self.names)
+        self.sh("scontrol", "update", f"nodename={listed}", "state=resume", check=False)
+        self.sh("scontrol", "update", f"nodename={listed}", "state=undrain", check=False)
+        self.sh("scontrol", "update", f"nodename={listed}", "availablefeatures=lab", "activefeatures=lab")
+        for name in self.names:
+            (self.state / "nodes" / f"{name}.driver").write_text(f"{OLD}\n")
+        idle = {"IDLE"}
+        until(lambda: all(n.state == idle for n in self.commands.nodes().values()), "every node is idle", 60)
+        until(lambda: not self.commands.jobs(), "no job is left", 60)
