@@ -98,7 +98,6 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpufleet.driver.plugins.module_utils import findings
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import settings
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
 
@@ -121,20 +120,9 @@ def main() -> None:
             done = settings.restore(journal, p["timeout"], time.time(), check=module.check_mode)
     except (settings.SettingsError, JournalError) as exc:
         module.fail_json(msg=str(exc))
-    result = {
-        "changed": done.changed,
-        "changes": [change.as_dict() for change in done.changes],
-        "settings": done.settings,
-        "findings": [finding.as_dict() for finding in done.findings],
-        "reboot_required": done.reboot_required,
-        "diff": {
-            "before": "".join(f"{change.uuid} {change.setting}: {change.before}\n" for change in done.changes),
-            "after": "".join(f"{change.uuid} {change.setting}: {change.after}\n" for change in done.changes),
-        },
-    }
-    if findings.errors(done.findings):
-        module.fail_json(msg=findings.summary(done.findings), **result)
-    module.exit_json(**result)
+    if done.error:
+        module.fail_json(msg=done.error, **done.as_dict())
+    module.exit_json(**done.as_dict())
 
 
 if __name__ == "__main__":

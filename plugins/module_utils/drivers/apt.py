@@ -29,13 +29,10 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base impor
     Staged,
     StagedFile,
     error,
-    read_manifest,
     read_text,
     sha256,
-    staging_directory,
     wait_for_locks,
     warning,
-    write_manifest,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import run as execute
@@ -254,7 +251,7 @@ class Apt(DriverSource):
             )
             return PackagePlan(APT, target.text, flavour, findings=(nothing,))
         policies = self._policies([*wanted, *(name for entry in wanted.values() for name in entry[2])])
-        staged = read_manifest(staging_directory(self.state_dir, target.text))
+        staged = self.staged(target.text)
         builds: dict[str, Build] = {}
         findings: list[Finding] = []
         for old, (build, parsed, names) in wanted.items():
@@ -396,7 +393,7 @@ class Apt(DriverSource):
 
     def unobtainable(self, snapshot: Snapshot) -> list[Build]:
         policies = self._policies(build.name for build in snapshot.builds)
-        staged = read_manifest(staging_directory(self.state_dir, snapshot.version))
+        staged = self.staged(snapshot.version)
         return [
             build
             for build in snapshot.builds
@@ -475,8 +472,7 @@ class Apt(DriverSource):
         return self._simulated[argv]
 
     def _install(self, plan: PackagePlan, options: Sequence[str], offline: bool = False) -> list[str]:
-        directory = staging_directory(self.state_dir, plan.target)
-        staged = read_manifest(directory)
+        directory, staged = self.directory(plan.target), self.staged(plan.target)
         policies = self._policies(build.name for build in plan.install)
         arguments = []
         for build in plan.install:
@@ -543,17 +539,17 @@ class Apt(DriverSource):
             for change in apt_text.simulation(done.stdout)
             if change.new
         }
-        return self._fetch(list(incoming.values()), staging_directory(self.state_dir, plan.target))
+        return self._fetch(list(incoming.values()), plan.target)
 
     def save_builds(self, snapshot: Snapshot) -> tuple[Staged, list[Finding]]:
         absent = self.unobtainable(snapshot)
         builds = [build for build in snapshot.builds if build not in absent]
-        staged = self._fetch(builds, staging_directory(self.state_dir, snapshot.version))
+        staged = self._fetch(builds, snapshot.version)
         return staged, [self._unobtainable_finding(absent)] if absent else []
 
-    def _fetch(self, builds: Sequence[Build], directory: Path) -> Staged:
-        """Have exactly ``builds`` in ``directory``, beside what is there already, each proven by its checksum."""
-        before = read_manifest(directory)
+    def _fetch(self, builds: Sequence[Build], version: str) -> Staged:
+        """Have ``builds`` staged under ``version``, beside what is there already, each proven by its checksum."""
+        directory, before = self.directory(version), self.staged(version)
         lacking = [build for build in builds if before.find(build.name, build.version) is None]
         if not lacking:
             return before
@@ -588,8 +584,7 @@ class Apt(DriverSource):
                 path.unlink()
                 raise SourceError(f"{path.name} has SHA-256 {digest}, the repository says {expected}; stage again")
             files.append(StagedFile(build.name, build.version, path.name, digest, path.stat().st_size))
-        write_manifest(directory, files)
-        return Staged(str(directory), tuple(files), changed=True)
+        return self.keep(version, files)
 
     def _cached(self, build: Build) -> Path:
         return self.root / "var/cache/apt/archives" / _file_name(build)

@@ -16,7 +16,8 @@ import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Callable
@@ -252,6 +253,25 @@ class DriverSource(ABC):
         self.hold_all = hold_all
         self.lock_timeout = lock_timeout
         self.sleep = sleep
+        self._proven: dict[Path, Staged] = {}
+
+    def directory(self, version: str) -> Path:
+        """Where the files of a driver version are staged."""
+        return staging_directory(self.state_dir, version)
+
+    def staged(self, version: str) -> Staged:
+        """What is staged of a version; its checksums are computed once, until :meth:`keep` changes it."""
+        directory = self.directory(version)
+        if directory not in self._proven:
+            self._proven[directory] = read_manifest(directory)
+        return self._proven[directory]
+
+    def keep(self, version: str, files: Sequence[StagedFile]) -> Staged:
+        """Write down that ``files``, whose checksums were just computed, are what is staged of a version."""
+        directory = self.directory(version)
+        write_manifest(directory, files)
+        self._proven[directory] = Staged(str(directory), tuple(files))
+        return replace(self._proven[directory], changed=True)
 
     @abstractmethod
     def detect(self) -> Installed:
@@ -406,8 +426,10 @@ def read_manifest(directory: Path) -> Staged:
         ) from exc
     except (ValueError, KeyError, TypeError) as exc:
         raise SourceError(f"{directory / MANIFEST} is damaged ({exc}); remove {directory} and stage again") from exc
-    good = [f for f in files if (directory / f.file).is_file() and sha256(directory / f.file) == f.sha256]
-    return Staged(str(directory), tuple(good))
+    there = [file for file in files if (directory / file.file).is_file()]
+    with ThreadPoolExecutor() as pool:
+        sums = pool.map(sha256, [directory / file.file for file in there])
+        return Staged(str(directory), tuple(file for file, found in zip(there, sums) if found == file.sha256))
 
 
 def staging_directory(state_dir: str, version: str) -> Path:

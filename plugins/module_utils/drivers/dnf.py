@@ -34,13 +34,10 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base impor
     Staged,
     StagedFile,
     error,
-    read_manifest,
     read_text,
     sha256,
-    staging_directory,
     wait_for_locks,
     warning,
-    write_manifest,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import run as execute
@@ -195,7 +192,7 @@ class Dnf(DriverSource):
             if parsed is not None:
                 wanted[build.name] = (build, parsed, naming.rpm_counterparts(parsed, target, flavour, kernel))
         offered = self._offers(name for entry in wanted.values() for name in entry[2])
-        staged = read_manifest(staging_directory(self.state_dir, target.text))
+        staged = self.staged(target.text)
         builds: dict[str, Build] = {}
         for old, (build, parsed, names) in wanted.items():
             found = self._choose(names, build, target, offered, staged)
@@ -314,7 +311,7 @@ class Dnf(DriverSource):
 
     def _absent(self, snapshot: Snapshot) -> list[Build]:
         offered = {(o.name, o.version) for o in self._offers(build.name for build in snapshot.builds)}
-        staged = read_manifest(staging_directory(self.state_dir, snapshot.version))
+        staged = self.staged(snapshot.version)
         return [
             build
             for build in snapshot.builds
@@ -395,8 +392,7 @@ class Dnf(DriverSource):
             return self.run([*argv, "shell", script.name], timeout=timeout)
 
     def _arguments(self, plan: PackagePlan) -> list[str]:
-        directory = staging_directory(self.state_dir, plan.target)
-        staged = read_manifest(directory)
+        directory, staged = self.directory(plan.target), self.staged(plan.target)
         offered = {(o.name, o.version) for o in self._offers(build.name for build in plan.install)}
         arguments = []
         for build in plan.install:
@@ -408,7 +404,7 @@ class Dnf(DriverSource):
         return arguments
 
     def _dnf(self, offline: bool = True) -> list[str]:
-        cache = staging_directory(self.state_dir, "dnf-cache")
+        cache = self.directory("dnf-cache")
         return [
             "dnf",
             *(["--cacheonly"] if offline else []),
@@ -423,7 +419,7 @@ class Dnf(DriverSource):
 
     def update(self) -> Finding | None:
         """Refresh the metadata of the staging cache, from which everything else here works without a network."""
-        staging_directory(self.state_dir, "dnf-cache").mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory("dnf-cache").mkdir(mode=0o700, parents=True, exist_ok=True)
         done = self.run([*self._dnf(offline=False), "--quiet", "makecache"], timeout=600.0)
         if done.ok:
             return None
@@ -432,8 +428,7 @@ class Dnf(DriverSource):
         )
 
     def stage(self, plan: PackagePlan) -> Staged:
-        directory = staging_directory(self.state_dir, plan.target)
-        before = read_manifest(directory)
+        directory, before = self.directory(plan.target), self.staged(plan.target)
         now = {package.name: package.version for package in rpm_installed(self.run, DNF).packages}
         lacking = [b for b in plan.install if now.get(b.name) != b.version and before.find(b.name, b.version) is None]
         if not lacking:
@@ -441,13 +436,14 @@ class Dnf(DriverSource):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         options = ["--downloadonly", f"--downloaddir={directory}"]
         done = self._shell(plan, options, _DOWNLOAD_SECONDS, offline=False)
-        staged = self._record(plan.install, directory, before)
+        staged = self._record(plan.install, plan.target, before)
         absent = [build.name for build in lacking if staged.find(build.name, build.version) is None]
         if absent:
             raise SourceError(f"dnf did not download {', '.join(absent)}: {done.describe()}; nothing was installed")
         return staged
 
-    def _record(self, builds: Sequence[Build], directory: Path, before: Staged) -> Staged:
+    def _record(self, builds: Sequence[Build], version: str, before: Staged) -> Staged:
+        directory = self.directory(version)
         files = {(file.name, file.version): file for file in before.files}
         for build in builds:
             path = directory / _file_name(build)
@@ -456,13 +452,12 @@ class Dnf(DriverSource):
             files[build.name, build.version] = StagedFile(
                 build.name, build.version, path.name, sha256(path), path.stat().st_size
             )
-        write_manifest(directory, files.values())
         self._seed(directory)
-        return Staged(str(directory), tuple(files.values()), changed=True)
+        return self.keep(version, list(files.values()))
 
     def _seed(self, directory: Path) -> None:
         """Put the downloaded files where dnf looks for them offline: beside the metadata of their repository."""
-        cache = staging_directory(self.state_dir, "dnf-cache")
+        cache = self.directory("dnf-cache")
         for repodata in cache.glob("*/repodata"):
             packages = repodata.parent / "packages"
             packages.mkdir(exist_ok=True)
@@ -472,8 +467,7 @@ class Dnf(DriverSource):
                     os.link(file, link)
 
     def save_builds(self, snapshot: Snapshot) -> tuple[Staged, list[Finding]]:
-        directory = staging_directory(self.state_dir, snapshot.version)
-        before = read_manifest(directory)
+        directory, before = self.directory(snapshot.version), self.staged(snapshot.version)
         absent = self._absent(snapshot)
         lacking = [b for b in snapshot.builds if b not in absent and before.find(b.name, b.version) is None]
         if lacking:
@@ -481,7 +475,7 @@ class Dnf(DriverSource):
             names = [f"{build.name}-{build.version}.{build.arch}" for build in lacking]
             argv = [*self._dnf(offline=False), "--assumeyes", "--downloadonly", f"--downloaddir={directory}"]
             self.run([*argv, "reinstall", *names], timeout=_DOWNLOAD_SECONDS)
-            before = self._record(snapshot.builds, directory, before)
+            before = self._record(snapshot.builds, snapshot.version, before)
             absent += [build for build in lacking if before.find(build.name, build.version) is None]
         return before, [_unobtainable(absent)] if absent else []
 
@@ -536,7 +530,7 @@ class Dnf(DriverSource):
         wanted = sorted(set(names))
         if not wanted:
             return []
-        if not staging_directory(self.state_dir, "dnf-cache").is_dir():
+        if not self.directory("dnf-cache").is_dir():
             self.update()
         done = self.run(
             [

@@ -170,6 +170,28 @@ def stage(
     return StageResult(files.changed or rollback.changed, plan, files, rollback, tuple(findings))
 
 
+@dataclass(frozen=True)
+class Change:
+    """A change of packages that was found possible; nothing was changed yet. ``to`` is the version it leads to, empty
+    where there is nothing to go back to.
+
+    ``base`` is None if there is nothing to change. ``recovering`` accepts a package database left half-way.
+    """
+
+    to: str
+    installed: Installed
+    disk_module: str | None
+    plan: PackagePlan
+    base: Snapshot | None = None
+    recovering: bool = False
+    findings: tuple[Finding, ...] = ()
+    message: str = ""
+
+    @property
+    def needed(self) -> bool:
+        return self.base is not None
+
+
 def bring(
     source: DriverSource,
     journal: Journal,
@@ -183,138 +205,144 @@ def bring(
     timeout: float = 1800.0,
     check_mode: bool = False,
 ) -> Result:
-    """Bring the node to ``target``, or back to what it was where ``target`` is None."""
-    if target is None:
-        return restore(
-            source, journal, node, now, loaded_allowed=loaded_allowed, timeout=timeout, check_mode=check_mode
-        )
-    return install(
-        source,
-        journal,
-        node,
-        target,
-        flavour,
-        now,
-        loaded_allowed=loaded_allowed,
-        rollback_required=rollback_required,
-        timeout=timeout,
-        check_mode=check_mode,
-    )
-
-
-def install(
-    source: DriverSource,
-    journal: Journal,
-    node: Node,
-    target: DriverVersion,
-    flavour: str,
-    now: Callable[[], float],
-    *,
-    loaded_allowed: bool = False,
-    rollback_required: bool = True,
-    timeout: float = 1800.0,
-    check_mode: bool = False,
-) -> Result:
-    """Bring the whole set to ``target``; unchanged if it is there already.
+    """Bring the node to ``target``, or back to what it was where ``target`` is None.
 
     :raises Refused: before anything is changed.
     :raises SourceError: if the transaction failed, or left something other than one whole driver.
     """
+    change = prepare(
+        source, journal, node, target, flavour, rollback_required=rollback_required, loaded_allowed=loaded_allowed
+    )
+    if not check_mode:
+        change = fetch(source, change)
+    return carry_out(
+        source, journal, node, change, now, loaded_allowed=loaded_allowed, timeout=timeout, check_mode=check_mode
+    )
+
+
+def prepare(
+    source: DriverSource,
+    journal: Journal,
+    node: Node,
+    target: DriverVersion | None,
+    flavour: str,
+    *,
+    rollback_required: bool = True,
+    loaded_allowed: bool = True,
+) -> Change:
+    """Work out how to bring the whole set to ``target``, or where that is None, exactly the builds, holds and streams
+    back that the journal remembers. Changes nothing.
+
+    :raises Refused: if it cannot be done.
+    """
+    if target is None:
+        change = _back(source, journal, node)
+    else:
+        change = _forward(source, journal, node, target, flavour, rollback_required)
+    findings = list(change.findings)
+    loaded = node.loaded()
+    if change.needed and not loaded_allowed and not change.plan.empty and loaded not in (None, change.to):
+        findings.append(_loaded_finding(loaded))
+    if change.needed and errors(findings):
+        raise Refused(findings)
+    return change
+
+
+def _forward(
+    source: DriverSource, journal: Journal, node: Node, target: DriverVersion, flavour: str, rollback_required: bool
+) -> Change:
     installed = source.detect()
     unfinished = interrupted(journal)
     base = base_for(source, journal, installed)
     plan = source.plan(base, installed, target, flavour_for(flavour, installed))
     disk = disk_module_version(node.run, node.kernel)
-    if plan.empty and not plan.refused and not verify(installed, disk, target.text, node.kernel).findings:
-        if unfinished and not check_mode:
-            journal.start(STEP, now())
-            source.resume_automatic(base.timers)
-            journal.end(STEP, now(), version=target.text)
-        return Result(False, target.text, installed.builds(), installed.builds(), disk, findings=plan.findings)
+    there = plan.empty and not plan.refused and not verify(installed, disk, target.text, node.kernel).findings
+    if there and not unfinished:
+        return Change(target.text, installed, disk, plan, findings=plan.findings)
     findings = list(plan.findings)
     if not unfinished:
         findings += [p for p in installed.problems if p.level == "error"] + source.check(plan)
         if rollback_required:
             findings += source.obtainable(base)
-    loaded = node.loaded()
-    if loaded not in (None, target.text) and not loaded_allowed:
-        findings.append(_loaded_finding(loaded))
-    if errors(findings):
-        raise Refused(findings)
-    after = _after(installed, plan)
-    reasons = _reboot_reasons(loaded, target.text)
-    if check_mode:
-        return Result(True, target.text, installed.builds(), after, disk, reasons, tuple(findings))
-    if not unfinished:
-        dummy, unsaved = source.save_builds(base)
-        findings += [replace(finding, level="warning") for finding in unsaved]
-        source.stage(plan)
-    if not journal.unfinished and not unfinished:
-        journal.forget(STEP)
-    journal.remember(STEP, base.as_dict())
-    return _change(source, journal, node, plan, base, installed, now, timeout, unfinished, tuple(findings), reasons)
+    return Change(target.text, installed, disk, plan, base, unfinished, tuple(findings))
 
 
-def restore(
+def _back(source: DriverSource, journal: Journal, node: Node) -> Change:
+    installed = source.detect()
+    disk = disk_module_version(node.run, node.kernel)
+    remembered = journal.before(STEP)
+    if remembered is None:
+        text = "the journal remembers no change of packages on this node, so there is nothing to put back"
+        return Change("", installed, disk, PackagePlan(source.name, "", ""), message=text)
+    snapshot = Snapshot.from_dict(remembered)
+    plan = source.restore(snapshot, installed)
+    broken = [problem for problem in installed.problems if problem.check == "drivers.package_state"]
+    if plan.empty and not plan.refused and not broken and not interrupted(journal):
+        return Change(snapshot.version, installed, disk, plan, findings=plan.findings)
+    return Change(snapshot.version, installed, disk, plan, snapshot, True, plan.findings)
+
+
+def fetch(source: DriverSource, change: Change) -> Change:
+    """Have the files on the node that ``change`` needs, and those for the way back; nothing to do after :func:`stage`.
+
+    What a transaction was interrupted in, or what a node goes back to, is fetched once its database is mended.
+    """
+    if change.base is None or change.recovering:
+        return change
+    dummy, unsaved = source.save_builds(change.base)
+    source.stage(change.plan)
+    return replace(change, findings=(*change.findings, *(replace(finding, level="warning") for finding in unsaved)))
+
+
+def carry_out(
     source: DriverSource,
     journal: Journal,
     node: Node,
+    change: Change,
     now: Callable[[], float],
     *,
     loaded_allowed: bool = False,
     timeout: float = 1800.0,
     check_mode: bool = False,
 ) -> Result:
-    """Put back exactly the builds, holds and streams that the journal remembers; unchanged if they are there.
-
-    :raises Refused: if a build is neither saved nor in a repository.
-    :raises SourceError: if the transaction failed.
-    """
-    installed = source.detect()
-    remembered = journal.before(STEP)
-    disk = disk_module_version(node.run, node.kernel)
-    if remembered is None:
-        text = "the journal remembers no change of packages on this node, so there is nothing to put back"
-        return Result(False, installed.version or "", installed.builds(), installed.builds(), disk, message=text)
-    snapshot = Snapshot.from_dict(remembered)
-    plan = source.restore(snapshot, installed)
-    broken = [problem for problem in installed.problems if problem.check == "drivers.package_state"]
-    if plan.empty and not plan.refused and not broken and not interrupted(journal):
-        return Result(False, snapshot.version, installed.builds(), installed.builds(), disk, findings=plan.findings)
-    findings = list(plan.findings)
+    """Do what was prepared. Raises as :func:`bring` does."""
+    before = change.installed.builds()
+    if change.base is None:
+        target = change.to or change.installed.version or ""
+        found = change.findings
+        return Result(False, target, before, before, change.disk_module, findings=found, message=change.message)
     loaded = node.loaded()
-    if loaded not in (None, snapshot.version) and not loaded_allowed and not plan.empty:
-        findings.append(_loaded_finding(loaded))
-    if errors(findings):
-        raise Refused(findings)
-    reasons = _reboot_reasons(loaded, snapshot.version)
+    if loaded not in (None, change.to) and not loaded_allowed and not change.plan.empty:
+        raise Refused([*change.findings, _loaded_finding(loaded)])
     if check_mode:
-        return Result(True, snapshot.version, installed.builds(), snapshot.map(), disk, reasons, tuple(findings))
-    return _change(source, journal, node, plan, snapshot, installed, now, timeout, True, tuple(findings), reasons)
+        after, reasons = _after(change.installed, change.plan), _reboot_reasons(loaded, change.to)
+        return Result(True, change.to, before, after, change.disk_module, reasons, change.findings)
+    if not journal.unfinished and not change.recovering:
+        journal.forget(STEP)
+    journal.remember(STEP, change.base.as_dict())
+    return _transact(source, journal, node, change, change.base, now, timeout)
 
 
-def _change(
+def _transact(
     source: DriverSource,
     journal: Journal,
     node: Node,
-    plan: PackagePlan,
+    change: Change,
     base: Snapshot,
-    installed: Installed,
     now: Callable[[], float],
     timeout: float,
-    recovering: bool,
-    findings: tuple[Finding, ...],
-    reasons: tuple[str, ...],
 ) -> Result:
     """The change itself: automatic upgrades stand still, the step is in the journal, the end state is judged."""
+    plan = change.plan
+    reasons = _reboot_reasons(node.loaded(), change.to)
     journal.start(STEP, now())
     try:
         source.pause_automatic(base.timers)
-        if recovering:
+        if change.recovering:
             source.recover(timeout)
             source.stage(plan)
         if not plan.empty:
-            source.apply(plan, timeout, recovering)
+            source.apply(plan, timeout, change.recovering)
         reached = source.detect()
         verdict = _judge(node, reached, plan, base)
         if verdict.findings:
@@ -325,7 +353,8 @@ def _change(
     finally:
         source.resume_automatic(base.timers)
     journal.end(STEP, now(), version=plan.target)
-    return Result(True, plan.target, installed.builds(), reached.builds(), verdict.disk_module, reasons, findings)
+    before, after = change.installed.builds(), reached.builds()
+    return Result(True, plan.target, before, after, verdict.disk_module, reasons, change.findings)
 
 
 def _judge(node: Node, reached: Installed, plan: PackagePlan, base: Snapshot) -> Verdict:

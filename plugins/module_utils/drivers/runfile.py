@@ -31,11 +31,8 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base impor
     StagedFile,
     disk_module_version,
     error,
-    read_manifest,
     read_text,
     sha256,
-    staging_directory,
-    write_manifest,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import run as execute
@@ -140,7 +137,7 @@ class Runfile(DriverSource):
     def plan(self, base: Snapshot, installed: Installed, target: DriverVersion, flavour: str) -> PackagePlan:
         if installed.version == target.text and (installed.flavour or flavour) == flavour:
             return PackagePlan(RUNFILE, target.text, flavour)
-        findings = [] if self._staged(target.text) else self._file_findings(target)
+        findings = [] if self.staged(target.text).find(PACKAGE, target.text) else self._file_findings(target)
         size = self.file.stat().st_size if self.file and self.file.is_file() else 0
         build = Build(PACKAGE, target.text, os.uname().machine, size)
         return PackagePlan(
@@ -194,7 +191,7 @@ class Runfile(DriverSource):
         return PackagePlan(RUNFILE, snapshot.version, snapshot.flavour, install=snapshot.builds, findings=findings)
 
     def obtainable(self, snapshot: Snapshot) -> list[Finding]:
-        if self._staged(snapshot.version) or self._previous(snapshot.version):
+        if self.staged(snapshot.version).find(PACKAGE, snapshot.version) or self._previous(snapshot.version):
             return []
         return [
             error(
@@ -205,9 +202,6 @@ class Runfile(DriverSource):
                 "node and set previous_runfile, or set rollback_required to false",
             )
         ]
-
-    def _staged(self, version: str) -> StagedFile | None:
-        return read_manifest(staging_directory(self.state_dir, version)).find(PACKAGE, version)
 
     def _previous(self, version: str) -> Path | None:
         if self.previous and self.previous.is_file() and file_version(self.previous.name) == version:
@@ -220,29 +214,26 @@ class Runfile(DriverSource):
     def stage(self, plan: PackagePlan) -> Staged:
         file = next((f for f in (self.file, self.previous) if f and file_version(f.name) == plan.target), None)
         if plan.empty or file is None:
-            return read_manifest(staging_directory(self.state_dir, plan.target))
+            return self.staged(plan.target)
         return self._keep(file, plan.target)
 
     def save_builds(self, snapshot: Snapshot) -> tuple[Staged, list[Finding]]:
         previous = self._previous(snapshot.version)
         if previous is None:
-            return read_manifest(staging_directory(self.state_dir, snapshot.version)), self.obtainable(snapshot)
+            return self.staged(snapshot.version), self.obtainable(snapshot)
         return self._keep(previous, snapshot.version), []
 
     def _keep(self, file: Path, version: str) -> Staged:
-        directory = staging_directory(self.state_dir, version)
-        before = read_manifest(directory)
+        directory, before = self.directory(version), self.staged(version)
         if before.find(PACKAGE, version):
             return before
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy = directory / file.name
         shutil.copyfile(file, copy)
-        kept = StagedFile(PACKAGE, version, copy.name, sha256(copy), copy.stat().st_size)
-        write_manifest(directory, [kept])
-        return Staged(str(directory), (kept,), changed=True)
+        return self.keep(version, [StagedFile(PACKAGE, version, copy.name, sha256(copy), copy.stat().st_size)])
 
     def apply(self, plan: PackagePlan, timeout: float, recovering: bool = False) -> None:
-        staged = self._staged(plan.target)
+        staged = self.staged(plan.target).find(PACKAGE, plan.target)
         if staged is None:
             raise SourceError(f"the installer of {plan.target} is not staged, or its checksum is wrong; stage it first")
         uninstall = self.root / _UNINSTALL
@@ -250,7 +241,7 @@ class Runfile(DriverSource):
             done = self.run([str(uninstall), "--silent"], timeout=timeout)
             if not done.ok and not recovering:
                 raise SourceError(f"the old driver could not be uninstalled: {done.describe()}; see /{_LOG}")
-        file = staging_directory(self.state_dir, plan.target) / staged.file
+        file = self.directory(plan.target) / staged.file
         dkms = (self.root / "usr/sbin/dkms").exists()
         version = DriverVersion.parse(plan.target)
         done = self.run(installer_argv(file, version, plan.flavour, self.kernel, dkms), timeout=timeout)

@@ -422,10 +422,11 @@ class Services:
     ) -> dict[str, str]:
         deadline = time.monotonic() + timeout
         self._enable_as_before(records, by_name)
-        if self.hold.lift():
-            self.systemd.reload()
+        lifted = self.hold.lift()
         for name in result["started"]:
             self.systemd.start(name, timeout=max(1.0, deadline - time.monotonic()))
+        if lifted:
+            self.systemd.reload()
         for name in result["attached"]:
             if not self.run(["dcgmi", "set", "--attach-driver"], timeout=60).ok:
                 # the driver that is loaded now may be too old to be attached to

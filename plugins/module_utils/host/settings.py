@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
-from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, WARNING, Finding
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, WARNING, Finding, summary
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import facts, gpus, health, nvml
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal
 
@@ -306,6 +306,24 @@ class Result:
     findings: list[Finding] = field(default_factory=list)
     reboot_required: bool = False
     settings: Mapping[str, Any] | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Every finding that is an error, in one text; None if there is none."""
+        return summary(self.findings) or None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "changed": self.changed,
+            "changes": [change.as_dict() for change in self.changes],
+            "settings": self.settings,
+            "findings": [finding.as_dict() for finding in self.findings],
+            "reboot_required": self.reboot_required,
+            "diff": {
+                "before": "".join(f"{change.uuid} {change.setting}: {change.before}\n" for change in self.changes),
+                "after": "".join(f"{change.uuid} {change.setting}: {change.after}\n" for change in self.changes),
+            },
+        }
 
 
 def save(journal: Journal, timeout: float, now: float, roots: facts.Roots | None = None) -> Result:

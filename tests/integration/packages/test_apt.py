@@ -50,7 +50,7 @@ def upgrade(apt_node, target=TARGET, **options):
     source = apt_node.source(**options.pop("source", {}))
     journal = journal_of(apt_node)
     try:
-        return install.install(source, journal, node_of(apt_node), target, "auto", clock, **options)
+        return install.bring(source, journal, node_of(apt_node), target, "auto", clock, **options)
     finally:
         journal.close()
 
@@ -58,7 +58,7 @@ def upgrade(apt_node, target=TARGET, **options):
 def go_back(apt_node, **options):
     journal = journal_of(apt_node)
     try:
-        return install.restore(apt_node.source(), journal, node_of(apt_node), clock, **options)
+        return install.bring(apt_node.source(), journal, node_of(apt_node), None, "auto", clock, **options)
     finally:
         journal.close()
 

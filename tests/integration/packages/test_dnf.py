@@ -31,11 +31,11 @@ def call(node, function, *arguments, **options):
 
 
 def upgrade(node, version, flavour="auto", **options):
-    return call(node, install.install, DriverVersion.parse(version), flavour, **options)
+    return call(node, install.bring, DriverVersion.parse(version), flavour, **options)
 
 
 def go_back(node, **options):
-    return call(node, install.restore, **options)
+    return call(node, install.bring, None, "auto", **options)
 
 
 @pytest.fixture

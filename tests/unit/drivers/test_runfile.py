@@ -132,10 +132,10 @@ def test_a_pkg_10_the_old_one_goes_by_its_own_means_and_comes_back(machine):
     file, checksum = machine.file(NEW)
     previous, dummy = machine.file(OLD)
     target = DriverVersion.parse(NEW)
-    result = call(machine, install.install, target, "auto", file=file, checksum=checksum, previous=previous)
+    result = call(machine, install.bring, target, "auto", file=file, checksum=checksum, previous=previous)
     assert result.changed and machine.done == ["uninstall", f"install {NEW}"]
-    assert not call(machine, install.install, target, "auto", file=file, checksum=checksum).changed
-    assert call(machine, install.restore, file=file, checksum=checksum).after == {"NVIDIA-Linux": OLD}
+    assert not call(machine, install.bring, target, "auto", file=file, checksum=checksum).changed
+    assert call(machine, install.bring, None, "auto", file=file, checksum=checksum).after == {"NVIDIA-Linux": OLD}
     assert machine.done[2:] == ["uninstall", f"install {OLD}"]
 
 
@@ -152,14 +152,14 @@ def test_a_pkg_10_what_is_refused(machine, options, expected):
     names = {"old": machine.file(OLD)[0], "new": machine.file(NEW)[0]}
     options = {key: value.format(**names) for key, value in options.items()}
     with pytest.raises(install.Refused, match=expected):
-        call(machine, install.install, DriverVersion.parse(NEW), "auto", previous=names["old"], **options)
+        call(machine, install.bring, DriverVersion.parse(NEW), "auto", previous=names["old"], **options)
     assert machine.done == []
 
 
 def test_a_pkg_10_without_the_old_installer_there_is_no_way_back(machine):
     file, checksum = machine.file(NEW)
     with pytest.raises(install.Refused, match=r"the installer of 535\.183\.01 was not kept"):
-        call(machine, install.install, DriverVersion.parse(NEW), "auto", file=file, checksum=checksum)
+        call(machine, install.bring, DriverVersion.parse(NEW), "auto", file=file, checksum=checksum)
 
 
 def test_a_dkms_07_a_failure_status_with_the_right_modules_is_a_success(machine):
@@ -167,7 +167,7 @@ def test_a_dkms_07_a_failure_status_with_the_right_modules_is_a_success(machine)
     previous, dummy = machine.file(OLD)
     machine.installer_rc = 1
     target = DriverVersion.parse(NEW)
-    assert call(machine, install.install, target, "auto", file=file, checksum=checksum, previous=previous).changed
+    assert call(machine, install.bring, target, "auto", file=file, checksum=checksum, previous=previous).changed
 
 
 def test_a_failure_with_other_modules_is_one(machine, monkeypatch):
@@ -178,6 +178,4 @@ def test_a_failure_with_other_modules_is_one(machine, monkeypatch):
         machine, "put", lambda version: (machine.root / runfile._LOG).write_text("ERROR: No compiler.\n")
     )
     with pytest.raises(SourceError, match=r"the installer of 550\.90\.07 failed: No compiler\."):
-        call(
-            machine, install.install, DriverVersion.parse(NEW), "auto", file=file, checksum=checksum, previous=previous
-        )
+        call(machine, install.bring, DriverVersion.parse(NEW), "auto", file=file, checksum=checksum, previous=previous)
