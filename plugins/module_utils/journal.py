@@ -66,6 +66,20 @@ def atomic_write(path: Path, data: bytes, mode: int = 0o600) -> None:
         os.close(directory)
 
 
+def why_not_writable(directory: Path) -> str | None:
+    """Why nothing could be written below ``directory``, which need not exist yet; None if it could. Changes nothing.
+
+    For root, access(2) still tells a read-only file system and an immutable directory.
+    """
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return f"{there} is not a directory"
+    if not os.access(there, os.W_OK | os.X_OK):
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        return f"{there} is on a read-only file system" if read_only else f"{there} cannot be written to"
+    return None
+
+
 _EMPTY: Mapping[str, Any] = {"schema": SCHEMA, "run": None, "steps": [], "before": {}, "outcome": None}
 _SHAPE: Mapping[str, tuple[type, ...]] = {
     "run": (dict, type(None)),

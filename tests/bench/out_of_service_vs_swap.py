@@ -143,8 +143,10 @@ def main() -> int:
                     gpu_driver_version=NEW,
                     gpu_canary=0,
                     gpu_workloads=[{"name": "counter", "unit": "gpu-counter.service"}],
-                    gpu_cordon_command=[str(hook), "cordon"],
-                    gpu_uncordon_command=[str(hook), "uncordon"],
+                    gpu_scheduler_options={
+                        "cordon_command": [str(hook), "cordon"],
+                        "uncordon_command": [str(hook), "uncordon"],
+                    },
                 )
                 if played.rc:
                     raise SystemExit(f"upgrade.yml failed:\n{played.output[-3000:]}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -97,6 +98,11 @@ class Fleet:
     def journal(self, node: str) -> dict[str, Any]:
         text = self.sh(node, "cat /var/lib/gpufleet/journal.json 2>/dev/null || echo '{}'")
         return json.loads(text)
+
+    def wait_for_step(self, node: str, step: str, timeout: float = 300) -> None:
+        """Until the journal of a machine says that a step has begun."""
+        script = f'until grep -q \'"name": "{step}"\' /var/lib/gpufleet/journal.json; do sleep 0.02; done'
+        self.sh(node, f"timeout {timeout:.0f} bash -c {shlex.quote(script)} 2>/dev/null")
 
     def argv(self, playbook: str, **variables: Any) -> list[str]:
         extra = {"gpu_report_dir": str(self.state), "gpu_reconnect_timeout": 20, **variables}

@@ -286,3 +286,26 @@ def test_the_file_is_readable_json_for_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "journal.json"
     assert path.stat().st_mode & 0o777 == 0o600
     assert json.loads(path.read_text())["before"] == {"packages": ["535"]}
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [("", None), ("state", None), ("file", "file is not a directory"), ("dangling", "dangling is not a directory")],
+)
+def test_a_directory_that_cannot_be_written_is_found_without_writing(tmp_path, there, expected):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    before = sorted(tmp_path.rglob("*"))
+    why = subject.why_not_writable(tmp_path / there / "deep/er")
+    assert (why is None) if expected is None else expected in why
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [(os.ST_RDONLY, "is on a read-only file system"), (0, "cannot be written to")]
+)
+def test_why_a_directory_cannot_be_written(tmp_path, monkeypatch, flags, expected):
+    monkeypatch.setattr(subject.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(subject.os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (flags, 0)))
+    assert subject.why_not_writable(tmp_path / "state") == f"{tmp_path} {expected}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import naming
@@ -30,7 +31,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.install im
     interrupted,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.findings import OK, WARNING, Finding, errors
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, why_not_writable
 from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion, of_package
 
 
@@ -88,6 +89,7 @@ def preflight(
         *pairing(installed, base.version),
     ]
     findings += _way_back(source, base, rollback_required)
+    findings += _state_dir(Path(source.state_dir))
     holder = source.busy()
     if holder:
         findings.append(
@@ -117,6 +119,20 @@ def _way_back(source: DriverSource, base: Snapshot, rollback_required: bool) -> 
         return []
     lost = source.obtainable(base)
     return lost if rollback_required else [replace(finding, level=WARNING) for finding in lost]
+
+
+def _state_dir(directory: Path) -> list[Finding]:
+    why = why_not_writable(directory)
+    if why is None:
+        return []
+    return [
+        error(
+            "node.state_dir",
+            f"neither packages nor the journal can be kept in {directory}: {why}",
+            {"state_dir": str(directory)},
+            f"findmnt --target {directory}; lsattr -d {directory}; or set another state_dir",
+        )
+    ]
 
 
 def pairing(installed: Installed, driver: str) -> list[Finding]:

@@ -197,14 +197,16 @@ class Services:
         proc: str = "/proc",
         sleep: Callable[[float], None] = time.sleep,
         find_watchers: Callable[[], Sequence[str]] = tuple,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.journal = journal
         self.run = run
         self.now = now
         self.sleep = sleep
+        self.monotonic = monotonic
         self.proc = Path(proc)
         self.find_watchers = find_watchers
-        self.systemd = Systemd(run, sleep)
+        self.systemd = Systemd(run, sleep, monotonic)
         self.hold = Hold(
             Path(hold_directory), "Held by gpufleet.driver while the NVIDIA driver of this node is changed."
         )
@@ -324,12 +326,12 @@ class Services:
         timeout: float,
         result: dict[str, Any],
     ) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = self.monotonic() + timeout
         self.hold.place(holding)
         if not all(self.hold.loaded(unit) for unit in self.systemd.show(holding).values()):
             self.systemd.reload()
         for daemon in survey.mps:
-            self._quit_mps(daemon, max(1.0, deadline - time.monotonic()))
+            self._quit_mps(daemon, max(1.0, deadline - self.monotonic()))
         stopping = list(stopping)
         if detach and not self.run(["dcgmi", "set", "--detach-driver"], timeout=60).ok:
             result["detached"] = []
@@ -340,13 +342,13 @@ class Services:
         elif detach:
             self.journal.remember(DETACHED, detach)
         for name in stopping:
-            self.systemd.stop(name, timeout=max(1.0, deadline - time.monotonic()))
+            self.systemd.stop(name, timeout=max(1.0, deadline - self.monotonic()))
         left = [unit for unit in self.systemd.show(stopping).values() if unit.active not in ("inactive", "failed")]
         if left:
             raise ServicesError(
                 f"still not stopped after {timeout:.0f} s: {'; '.join(unit.describe() for unit in left)}. "
                 f"A process that does not end may hang in the driver; see its state with: "
-                f"systemctl status {left[0].id}"
+                f"systemctl status {left[0].id}; end it with: {left[0].next}"
             )
 
     def _quit_mps(self, daemon: MpsDaemon, timeout: float) -> None:
@@ -357,9 +359,9 @@ class Services:
             env={**daemon.env, "CUDA_MPS_PIPE_DIRECTORY": daemon.directory},
             stdin=f"quit -t {seconds}\n",
         )
-        deadline = time.monotonic() + timeout
+        deadline = self.monotonic() + timeout
         while any(other.pid == daemon.pid for other in find_mps(self.proc)):
-            if time.monotonic() >= deadline:
+            if self.monotonic() >= deadline:
                 raise ServicesError(
                     f"the MPS control daemon (pid {daemon.pid}, user {daemon.user}, pipe in {daemon.directory}) did "
                     f"not quit within {timeout:.0f} s ({said.describe()}); its clients: "
@@ -420,20 +422,20 @@ class Services:
         result: dict[str, Any],
         timeout: float,
     ) -> dict[str, str]:
-        deadline = time.monotonic() + timeout
+        deadline = self.monotonic() + timeout
         self._enable_as_before(records, by_name)
         lifted = self.hold.lift()
         for name in result["started"]:
-            self.systemd.start(name, timeout=max(1.0, deadline - time.monotonic()))
+            self.systemd.start(name, timeout=max(1.0, deadline - self.monotonic()))
         if lifted:
             self.systemd.reload()
         for name in result["attached"]:
             if not self.run(["dcgmi", "set", "--attach-driver"], timeout=60).ok:
                 # the driver that is loaded now may be too old to be attached to
-                self.systemd.stop(name, timeout=max(1.0, deadline - time.monotonic()))
-                self.systemd.start(name, timeout=max(1.0, deadline - time.monotonic()))
+                self.systemd.stop(name, timeout=max(1.0, deadline - self.monotonic()))
+                self.systemd.start(name, timeout=max(1.0, deadline - self.monotonic()))
         steady = [name for name in wanted if records[name]["steady"]]
-        late = self.systemd.wait_back(steady, max(1.0, deadline - time.monotonic())) if steady else []
+        late = self.systemd.wait_back(steady, max(1.0, deadline - self.monotonic())) if steady else []
         failed = {unit.id: self._explain(unit) for unit in late}
         for directory in result["mps"]:
             record = records[f"mps:{directory}"]
@@ -455,7 +457,7 @@ class Services:
             return f"{unit.id} was running before and is no longer installed"
         words = self.systemd.last_words(unit.id)
         said = f', last said "{words}"' if words else ""
-        return f"{unit.describe()}{said} (next: systemctl status {unit.id})"
+        return f"{unit.describe()}{said} (next: {unit.next})"
 
 
 def _as_user(user: str, argv: Sequence[str]) -> list[str]:

@@ -79,7 +79,18 @@ class Unit:
 
     def describe(self) -> str:
         failed = f", result {self.result}" if self.result not in ("", "success") else ""
-        return f"{self.id} is {self.active} ({self.sub}{failed})"
+        stuck = ": it was told to stop and has not ended, so it cannot be started either" if self.stopping else ""
+        return f"{self.id} is {self.active} ({self.sub}{failed}){stuck}"
+
+    @property
+    def stopping(self) -> bool:
+        """Told to stop and not ended; a start waits until it has, which its TimeoutStopSec may put off for ever."""
+        return self.active == "deactivating"
+
+    @property
+    def next(self) -> str:
+        """The command to type now if it is not as it should be."""
+        return f"systemctl kill --signal=KILL {self.id}" if self.stopping else f"systemctl status {self.id}"
 
 
 def parse_show(text: str) -> list[Unit]:
@@ -128,9 +139,15 @@ def unit_name(name: str) -> str:
 class Systemd:
     """The system's service manager, asked and told through ``run`` (see execution.run)."""
 
-    def __init__(self, run: Runner, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        run: Runner,
+        sleep: Callable[[float], None] = time.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._run = run
         self._sleep = sleep
+        self._monotonic = monotonic
 
     def show(self, names: Iterable[str]) -> dict[str, Unit]:
         """The units behind ``names`` by true name; a name nobody knows gives a unit that is not present."""
@@ -174,7 +191,7 @@ class Systemd:
 
         The second look is for a service that counts as started the moment it is forked, and then dies.
         """
-        deadline = time.monotonic() + timeout
+        deadline = self._monotonic() + timeout
         steady = False
         while True:
             shown = self.show(units)
@@ -183,7 +200,7 @@ class Systemd:
                 return []
             steady = not late
             hopeless = late and all(unit.active in ("failed", "inactive") for unit in late)
-            if hopeless or (late and time.monotonic() >= deadline):
+            if hopeless or (late and self._monotonic() >= deadline):
                 return late
             self._sleep(1.0)
 

@@ -308,7 +308,7 @@ class Workloads:
         self.say = say
         self.platform = {unit_name(name) for name in extra_units}
         self.now, self.monotonic, self.sleep = now, monotonic, sleep
-        self.systemd = Systemd(run, sleep)
+        self.systemd = Systemd(run, sleep, monotonic)
         self.hold = Hold(Path(hold_directory), "Held by gpufleet.driver: this work waits for the node's NVIDIA driver.")
 
     # -- what is there
@@ -566,7 +566,8 @@ class Workloads:
         if left:
             raise WorkloadsError(
                 f"workload {one.workload.name}: {'; '.join(unit.describe() for unit in left)} after "
-                f"{one.workload.stop_timeout + _QUERY:.0f} s; see what it does with: systemctl status {left[0].id}"
+                f"{one.workload.stop_timeout + _QUERY:.0f} s; see what it does with: systemctl status {left[0].id}; "
+                f"end it with: {left[0].next}"
             )
 
     def _prove_free(self, wait: float, result: Mapping[str, Any]) -> None:
@@ -645,11 +646,12 @@ class Workloads:
             self.sleep(2.0)
 
     def _start_units(self, record: Mapping[str, Any]) -> str:
+        deadline = self.monotonic() + record["ready_timeout"]
         for name in record["units"]:
-            self.systemd.start(name, timeout=record["ready_timeout"])
-        late = self.systemd.wait_back(record["units"], record["ready_timeout"])
+            self.systemd.start(name, timeout=max(1.0, deadline - self.monotonic()))
+        late = self.systemd.wait_back(record["units"], max(1.0, deadline - self.monotonic()))
         return "; ".join(
-            f'{unit.describe()}, last said "{self.systemd.last_words(unit.id)}" (next: systemctl status {unit.id})'
+            f'{unit.describe()}, last said "{self.systemd.last_words(unit.id)}" (next: {unit.next})'
             if unit.present
             else f"{unit.id} is no longer there"
             for unit in late

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from fleet import Fleet
+from fleet import Fleet, Playing
 
 OLD, NEW, BROKEN = "535.183.01", "550.90.07", "560.35.03"
 BATCHES = {"gpu_batch_size": 2, "gpu_max_unavailable": 2}
@@ -82,7 +82,7 @@ def test_a_version_that_will_not_load_is_rolled_back_and_no_later_batch_starts(f
 
 def test_a_node_that_vanishes_stops_batch_2_and_a_second_run_finishes(fleet: Fleet) -> None:
     playing = fleet.begin("upgrade", gpu_driver_version=NEW, gpu_canary=["gpu-2"], **BATCHES, **WORKLOAD)
-    playing.wait_for("TASK [gpufleet.driver.install : Swap the packages]")
+    fleet.wait_for_step("gpu-2", "packages")
     fleet.lab("kill", "gpu-2")
     played = playing.end()
     assert played.rc != 0
@@ -96,28 +96,34 @@ def test_a_node_that_vanishes_stops_batch_2_and_a_second_run_finishes(fleet: Fle
     assert fleet.sh("gpu-2", SERVICES).split() == ["active", "active"]
 
 
+ACTS = ["stop services", "unload modules", "packages", "load modules", "restore services"]
+"""The acts of a swap, as the journal names them."""
+
 STEPS = [
     "cordon : Begin the journal of the node",
     "evacuate : Stop or wait for the work on the node",
-    "install : Stop the clients of the driver",
-    "install : Unload the old driver",
-    "install : Swap the packages",
-    "install : Load the new driver",
-    "install : Start the clients that were running",
+    "install : Swap the driver",
+    *ACTS,
     "uncordon : Start the workloads that were running",
 ]
-
-
 DEATHS = [(signal.SIGKILL, step) for step in STEPS] + [(signal.SIGTERM, step) for step in STEPS[::3]]
 
 
+def reach(playing: Playing, fleet: Fleet, step: str) -> None:
+    """Until a task of a role has begun, or gpu-1 is in an act of the swap."""
+    if step in ACTS:
+        fleet.wait_for_step("gpu-1", step)
+    else:
+        playing.wait_for(f"TASK [gpufleet.driver.{step}]")
+
+
 @pytest.mark.parametrize(
-    ("sign", "step"), DEATHS, ids=[f"{sign.name} in {step.partition(' : ')[2]}" for sign, step in DEATHS]
+    ("sign", "step"), DEATHS, ids=[f"{sign.name} in {step.rpartition(' : ')[2]}" for sign, step in DEATHS]
 )
 def test_the_controller_dies_in_any_step_and_a_second_run_finishes(fleet: Fleet, step: str, sign: int) -> None:
     one = {"gpu_hosts": "gpu-1", "gpu_driver_version": NEW, **WORKLOAD}
     playing = fleet.begin("upgrade", gpu_run_id="first", **one)
-    playing.wait_for(f"TASK [gpufleet.driver.{step}]")
+    reach(playing, fleet, step)
     playing.kill(sign)
     refused = fleet.play("upgrade", **one)
     assert refused.rc != 0 and "gpu_lock_takeover=first" in refused.output
@@ -129,11 +135,27 @@ def test_the_controller_dies_in_any_step_and_a_second_run_finishes(fleet: Fleet,
     assert fleet.sh("gpu-1", "find /etc/systemd/system /run/systemd/system -name '*gpufleet-hold*'") == ""
 
 
+@pytest.mark.parametrize("act", ACTS)
+def test_a_swap_that_dies_in_any_act_is_gone_on_with(fleet: Fleet, act: str) -> None:
+    """The machine's power is cut, so nothing of the swap goes on behind our back."""
+    one = {"gpu_hosts": "gpu-1", "gpu_driver_version": NEW, "gpu_reconnect_timeout": 2, **WORKLOAD}
+    playing = fleet.begin("upgrade", gpu_run_id="first", **one)
+    fleet.wait_for_step("gpu-1", act)
+    fleet.lab("kill", "gpu-1")
+    assert playing.end().outcomes == {"gpu-1": "lost"}
+    fleet.lab("start", "gpu-1")
+    again = fleet.play("upgrade", gpu_lock_takeover="first", **one)
+    assert again.rc == 0, again.output[-5000:]
+    assert fleet.loaded("gpu-1") == NEW
+    assert all(version.startswith(NEW) for version in fleet.packages("gpu-1").values())
+    assert fleet.sh("gpu-1", SERVICES).split() == ["active", "active"]
+
+
 def test_recover_brings_an_interrupted_node_back(fleet: Fleet) -> None:
     before = fleet.packages("gpu-1")
     one = {"gpu_hosts": "gpu-1", **WORKLOAD}
     playing = fleet.begin("upgrade", gpu_run_id="first", gpu_driver_version=NEW, **one)
-    playing.wait_for("TASK [gpufleet.driver.install : Load the new driver]")
+    fleet.wait_for_step("gpu-1", "load modules")
     playing.kill()
     status = fleet.play("status")
     assert "interrupted" in status.output and "gpufleet.driver.recover" in status.output
@@ -147,7 +169,7 @@ def test_rollback_undoes_a_finished_upgrade(fleet: Fleet) -> None:
     before = fleet.packages("gpu-1")
     one = {"gpu_hosts": "gpu-1", **WORKLOAD}
     playing = fleet.begin("upgrade", gpu_driver_version=NEW, gpu_run_id="first", **one)
-    playing.wait_for("TASK [gpufleet.driver.install : Swap the packages]")
+    playing.wait_for("TASK [gpufleet.driver.install : Swap the driver]")
     second = fleet.play("upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1,gpu-2", gpu_skip_unfit=True)
     assert second.rc != 0 and "locked by run first" in second.output, "though the driver of gpu-1 is not loaded"
     assert playing.end().rc == 0
@@ -182,6 +204,7 @@ def test_rollback_undoes_a_finished_upgrade(fleet: Fleet) -> None:
 def test_preflight_refuses_before_anything_is_disturbed(fleet: Fleet) -> None:
     """A held package, a version no longer to be had, a broken package and a silent node: all told at once."""
     fleet.sh("gpu-1", "apt-mark hold libnvidia-compute-535-server")
+    fleet.sh("gpu-1", "mkdir -p /var/lib/gpufleet && mount -t tmpfs -o ro none /var/lib/gpufleet")
     fleet.lab("unplug", "gpu-2")
     broken = "/^Package: nvidia-utils-535-server$/,/^$/s/^Status: .*/Status: install ok half-configured/"
     fleet.sh("gpu-3", f"sed -i '{broken}' /var/lib/dpkg/status")
@@ -190,6 +213,7 @@ def test_preflight_refuses_before_anything_is_disturbed(fleet: Fleet) -> None:
     assert played.rc != 0
     told = re.search(r"4 of 4 nodes are unfit, nothing was changed\.(.*?)go on without", played.output, re.DOTALL)[1]
     assert "libnvidia-compute-535-server" in told and "held" in told
+    assert "/var/lib/gpufleet is on a read-only file system" in told
     assert "nvidia-utils-535-server" in told and "gpu-2" in told
     assert re.search(r"gpu-4: .*550\.90\.07", told), told
     assert {fleet.loaded(name) for name in ("gpu-1", "gpu-3", "gpu-4")} == {OLD}

@@ -88,7 +88,7 @@ def test_a_machine_that_loses_power_in_the_swap(fleet: Start) -> None:
     machines = fleet(2)
     machines.sh("node1", "mkdir -p /etc/nvidia-standin; echo 600 >/etc/nvidia-standin/dkms-seconds")
     playing = machines.begin("upgrade", gpu_driver_version=NEW, gpu_run_id="first", **SLOW)
-    playing.wait_for("TASK [gpufleet.driver.install : Swap the packages]", timeout=600)
+    playing.wait_for("TASK [gpufleet.driver.install : Swap the driver]", timeout=600)
     configuring = "pgrep -f [n]vidia-dkms-550-server.postinst >/dev/null"
     machines.sh("node1", f"for i in $(seq 240); do {configuring} && sync && exit; sleep 1; done; exit 1")
     machines.lab("kill", "node1")

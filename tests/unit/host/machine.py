@@ -158,6 +158,8 @@ class Machine:
         unit = self.units[name]
         if any(Path(path).exists() for path in unit.drop_ins):
             return True  # a condition that is not met is no failure
+        if unit.active == "deactivating":
+            return False  # the start waits behind the stop, and systemctl is ended at its deadline
         if name.endswith(".socket") and any(self.units[one].active == "active" for one in unit.triggers):
             return unit.active == "active"  # "Socket service ... already active, refusing."
         for required in unit.requires:

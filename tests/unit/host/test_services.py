@@ -28,6 +28,7 @@ def open_services(tmp_path: Path, machine: Machine, **options: Any) -> Services:
         hold_directory=str(machine.hold_directory),
         proc=str(proc),
         sleep=machine.sleep,
+        monotonic=machine.monotonic,
         **options,
     )
 
@@ -210,6 +211,9 @@ def test_a_service_that_does_not_stop_is_told(tmp_path: Path) -> None:
     machine = Machine(tmp_path, {PERSISTENCED: FakeUnit("active", stuck=True), DCGM: FakeUnit("active")})
     with pytest.raises(ServicesError, match=r"still not stopped after 60 s: nvidia-persistenced\.service is deactiv"):
         stop(tmp_path, machine)
+    with pytest.raises(ServicesError, match=r"has not ended, so .*next: systemctl kill --signal=KILL nvidia-persist"):
+        restore(tmp_path, machine)
+    assert 59 <= machine.clock <= 62, "a start that waits behind a stop has the time that was given, and no more"
     machine.units[PERSISTENCED].stuck = False
     machine.units[PERSISTENCED].active = "inactive"
     restore(tmp_path, machine)

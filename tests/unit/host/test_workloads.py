@@ -458,6 +458,11 @@ def test_a_unit_that_does_not_stop_is_told(tmp_path: Path) -> None:
     node.machine.units["trainer.service"].stuck = True
     with pytest.raises(WorkloadsError, match=r"workload trainer: trainer\.service is deactivating .* after 90 s"):
         node.stop(TRAINER, BOX)
+    with pytest.raises(
+        WorkloadsError, match=r"trainer\.service .* has not ended, .*next: systemctl kill --signal=KILL"
+    ):
+        node.start()
+    assert 119 <= node.machine.clock <= 122, "a start that waits behind a stop has its ready_timeout, and no more"
 
 
 def test_work_that_does_not_come_back_is_told_and_stays_remembered(tmp_path: Path) -> None:
