@@ -146,6 +146,7 @@ def main() -> int:
                     gpu_scheduler_options={
                         "cordon_command": [str(hook), "cordon"],
                         "uncordon_command": [str(hook), "uncordon"],
+                        "state_dir": str(fleet.state / "marks"),
                     },
                 )
                 if played.rc:
