@@ -28,6 +28,13 @@ MERGE_PATCH = "application/merge-patch+json"
 FIELD_MANAGER = "gpufleet"
 """Who managedFields says wrote what we wrote."""
 
+ARGUMENTS: dict[str, Any] = {
+    "kubeconfig": {"type": "path"},
+    "context": {"type": "str"},
+    "timeout": {"type": "int", "default": 60},
+}
+"""The argument spec of the doc fragment ``gpufleet.driver.kubernetes``."""
+
 _RETRY_SECONDS = 1.0
 _AWAY = (429, 502, 503, 504)
 _READ_AWAY = (500,)

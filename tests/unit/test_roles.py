@@ -47,7 +47,8 @@ def test_every_node_module_is_routed_to_the_action_that_makes_a_lost_node_a_fail
     """A module that runs on a node has the option state_dir, or only looks (module_holders_info, driver_info)."""
     routed = set(load(TOP / "meta/runtime.yml")["plugin_routing"]["modules"]) | {"driver_info"}
     planning = {"upgrade_gate", "upgrade_plan", "upgrade_forecast", "workload_placement"}
-    controller = planning | set(load(TOP / "meta/runtime.yml")["action_groups"]["fleet"])
+    operator = {"gpu_operator_driver", "gpu_operator_info"}
+    controller = planning | operator | set(load(TOP / "meta/runtime.yml")["action_groups"]["fleet"])
     modules = {path.stem for path in (TOP / "plugins/modules").glob("*.py")}
     assert routed == modules - controller
 

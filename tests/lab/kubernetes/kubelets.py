@@ -12,6 +12,8 @@ It does what a kubelet does towards the API server and nothing else: no containe
     stops-after: "5"     how long its processes take to stop (default 0.1, and never more than its grace period)
     stuck: "true"        it never stops: Terminating for ever
 
+An image with ``.404.`` in its name cannot be pulled.
+
 Nodes are those labelled ``lab.gpufleet/node=true``.
 """
 
@@ -38,6 +40,10 @@ NODE_LABEL = PREFIX + "node"
 WORKERS = 4
 
 Object = dict[str, Any]
+
+
+def is_missing(image: str) -> bool:
+    return ".404." in image
 
 
 def now(micro: bool = False) -> str:
@@ -150,6 +156,13 @@ class Kubelets:
         self._doing[uid] = wish
 
     def start(self, pod: Object, said: dict[str, str]) -> None:
+        missing = [container for container in pod["spec"]["containers"] if is_missing(container["image"])]
+        if missing:
+            waiting = {"waiting": {"reason": "ImagePullBackOff"}}
+            named = {"name": missing[0]["name"], "image": missing[0]["image"], "imageID": ""}
+            status = {**named, "ready": False, "restartCount": 0, "state": waiting}
+            self._report(pod, {"phase": "Pending", "containerStatuses": [status]})
+            return
         moment = now()
         crash = said.get("start") == "crash"
         spec = pod["spec"]
