@@ -77,6 +77,11 @@ options:
         type: list
         elements: str
         default: []
+      save:
+        description:
+          - How it is saved and moved, for M(gpufleet.driver.workload_move). This module makes no use of it, so that one
+            declaration serves both.
+        type: dict
       ready_timeout:
         description: Seconds until it must run, and again until O(workloads[].ready) must have succeeded.
         type: int
@@ -338,6 +343,7 @@ def main() -> None:
                     "engine": {"type": "str", "choices": list(ENGINES), "default": "podman"},
                     "stop_timeout": {"type": "int", "default": 60},
                     "ready": {"type": "list", "elements": "str", "default": []},
+                    "save": {"type": "dict"},
                     "ready_timeout": {"type": "int", "default": 120},
                 },
                 "required_one_of": [("unit", "container")],
@@ -350,7 +356,10 @@ def main() -> None:
         supports_check_mode=True,
     )
     p = module.params
-    declared = [Workload(**{**given, "ready": tuple(given["ready"])}) for given in p["workloads"]]
+    declared = [
+        Workload(**{**{key: value for key, value in given.items() if key != "save"}, "ready": tuple(given["ready"])})
+        for given in p["workloads"]
+    ]
     try:
         listed = p["state"] == "listed"
         journal = Journal.open(p["state_dir"], read_only=module.check_mode or listed)

@@ -159,7 +159,7 @@ holders:
 suspended:
   description:
     - Processes that map libcuda and have no device open, with C(state) V(checkpointed), V(locked),
-      V(running), V(failed) or V(unknown).
+      V(stopped), V(running), V(failed) or V(unknown).
   returned: success
   type: list
   elements: dict

@@ -45,7 +45,8 @@ def test_tasks_use_declared_variables_and_use_them_all(role: str) -> None:
 
 def test_every_node_module_is_routed_to_the_action_that_makes_a_lost_node_a_failed_one() -> None:
     """A module that runs on a node has the option state_dir, or only looks (module_holders_info, driver_info)."""
-    routed = set(load(TOP / "meta/runtime.yml")["plugin_routing"]["modules"]) | {"driver_info"}
+    own = {path.stem for path in (TOP / "plugins/action").glob("*.py")}
+    routed = set(load(TOP / "meta/runtime.yml")["plugin_routing"]["modules"]) | own
     planning = {"upgrade_gate", "upgrade_plan", "upgrade_forecast", "workload_placement"}
     operator = {"gpu_operator_driver", "gpu_operator_info"}
     controller = planning | operator | set(load(TOP / "meta/runtime.yml")["action_groups"]["fleet"])

@@ -323,7 +323,7 @@ class Census:
 
     @property
     def suspended_at_stake(self) -> tuple[Suspended, ...]:
-        return tuple(one for one in self.suspended if one.state in (CHECKPOINTED, LOCKED))
+        return tuple(one for one in self.suspended if one.state in _AT_STAKE)
 
     @property
     def blocked(self) -> bool:
@@ -345,7 +345,10 @@ class Census:
 
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
+STOPPED = "stopped"
+"""Our own word: a process that a signal has stopped answers no driver, so it may well be checkpointed."""
 _CHECKPOINT_STATES = (RUNNING, LOCKED, CHECKPOINTED, FAILED)
+_AT_STAKE = (LOCKED, CHECKPOINTED, STOPPED)
 
 Probe = Callable[[Sequence[int], float], Mapping[int, str]]
 """PIDs and seconds → the CUDA checkpoint state of each, ``none`` if it is no CUDA process, ``unknown``."""
@@ -678,18 +681,23 @@ def _suspended(
     """Ask the driver about each process that maps libcuda and has no device open."""
     pids = sorted((scan.libraries.keys() - scan.uses.keys()) & people.keys())
     states = probe(pids, seconds) if pids and seconds > 0 else dict.fromkeys(pids, UNKNOWN)
+    for pid in pids:
+        if states.get(pid) == UNKNOWN and people[pid].state == "T":
+            states = {**states, pid: STOPPED}
     found = [Suspended(people[pid], scan.libraries[pid], states[pid]) for pid in pids if states[pid] != "none"]
     findings = []
     for one in found:
-        if one.state in (CHECKPOINTED, LOCKED):
+        if one.state in _AT_STAKE:
+            let_go_on = f"kill -CONT {one.process.pid}, then " if one.state == STOPPED else ""
             findings.append(
                 Finding(
                     "holders.suspended",
                     ERROR,
-                    f"PID {one.process.pid} {one.process.comm} is suspended by a CUDA checkpoint ({one.state}): "
-                    f"it holds no device, but without this driver it can never go on",
+                    f"PID {one.process.pid} {one.process.comm} uses CUDA and is {one.state}: it holds no device, but "
+                    f"without this driver it can never go on",
                     {"pid": one.process.pid, "state": one.state},
-                    f"cuda-checkpoint --toggle --pid {one.process.pid}, or end it if its state is saved",
+                    f"{let_go_on}cuda-checkpoint --action restore --pid {one.process.pid} and --action unlock, "
+                    f"or end it if its state is saved",
                 )
             )
         elif one.state == UNKNOWN:

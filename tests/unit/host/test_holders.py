@@ -390,6 +390,18 @@ def test_suspended_by_a_cuda_checkpoint(host: MadeHost, state: str, at_stake: bo
     assert levels == ([level] if level else [])
 
 
+def test_a_stopped_process_that_the_driver_cannot_ask_is_at_stake(host: MadeHost) -> None:
+    """As work is while its checkpoint waits to be moved: SIGSTOP keeps the question from being answered."""
+    host.modules("nvidia 1 0 - Live 0x0 (POE)")
+    host.process(500, "python", maps=CUDA_MAP, state="T")
+    census = take(host, probe=lambda pids, timeout: dict.fromkeys(pids, "unknown"))
+    assert [one.state for one in census.suspended_at_stake] == ["stopped"]
+    assert census.blocked
+    (finding,) = [one for one in census.findings if one.check == "holders.suspended"]
+    assert finding.next
+    assert finding.next.startswith("kill -CONT 500, then cuda-checkpoint")
+
+
 def test_a_wedged_driver_is_asked_nothing(host: MadeHost) -> None:
     host.modules("nvidia 1 1 - Live 0x0 (POE)")
     host.process(400, "nvidia-smi", [CTL], state="D", extra={"wchan": "nv_open"})

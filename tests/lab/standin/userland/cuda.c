@@ -22,7 +22,6 @@
 
 #include <ctype.h>
 #include <dirent.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
@@ -1074,8 +1073,8 @@ static Result exchange(int pid, int tid, const char *function, const char *argum
 		struct timespec nap = {.tv_nsec = 2000000};
 
 		nanosleep(&nap, NULL);
-		if (kill(pid, 0) && errno == ESRCH)
-			return OPERATING_SYSTEM;
+		if (agent_of(pid) != tid)
+			return OPERATING_SYSTEM; /* it ended meanwhile */
 		file = fopen(name, "re");
 		if (!file)
 			continue;

@@ -1,0 +1,117 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Options of the modules that save work and bring it back."""
+
+from __future__ import annotations
+
+
+class ModuleDocFragment:
+    DOCUMENTATION = r"""
+options:
+  workloads:
+    description: The workloads, as C(gpu_workloads) declares them.
+    type: list
+    elements: dict
+    required: true
+    suboptions:
+      name:
+        description: Name of the workload.
+        type: str
+        required: true
+      unit:
+        description: The systemd unit that runs it. C(.service) may be left out.
+        type: str
+      artefact:
+        description: Id of the save, for everything that is done to one that exists.
+        type: str
+      ready:
+        description: Command, as a list of arguments, that exits with 0 once the work does what it is for.
+        type: list
+        elements: str
+        default: []
+      ready_timeout:
+        description: Seconds until O(workloads[].ready) must have succeeded.
+        type: int
+        default: 120
+      save:
+        description: How it is saved.
+        type: dict
+        default: {}
+        suboptions:
+          backend:
+            description:
+              - V(cuda_criu) saves the processes with their GPU memory. They come back only under exactly the same
+                driver.
+              - V(hook) asks the application to save itself. That outlives a change of the driver.
+            type: str
+            choices: [cuda_criu, hook]
+            default: cuda_criu
+          paths:
+            description:
+              - For V(cuda_criu). Files and directories that travel with the work, with their content at the moment it
+                was stopped. Files that its processes write and that are not on storage which both nodes share belong
+                here.
+            type: list
+            elements: path
+            default: []
+          progress:
+            description:
+              - For V(cuda_criu). Command, as a list of arguments, that prints a number which grows while the work goes
+                on. After a restore it must have grown.
+            type: list
+            elements: str
+            default: []
+          key:
+            description:
+              - Further facts that must be the same for a restore to be right, for example C(model_revision). They are
+                kept in the manifest.
+            type: dict
+            default: {}
+          keep:
+            description: Seconds after which a forgotten save may be removed.
+            type: int
+            default: 604800
+          command:
+            description: For V(hook). Command, as a list of arguments, that makes the application save itself.
+            type: list
+            elements: str
+          signal:
+            description: For V(hook). Signal to the unit's main process that does, for example V(SIGUSR1).
+            type: str
+          http:
+            description: For V(hook). URL to which an empty POST does.
+            type: str
+          proof:
+            description:
+              - For V(hook). Absolute path, or pattern of paths, where a new save appears. A directory stands for the
+                newest file in it.
+            type: str
+          check:
+            description: For V(hook). Command, as a list of arguments, that judges a save. Its path is appended.
+            type: list
+            elements: str
+          deadline:
+            description: For V(hook). Seconds until a new save must be there.
+            type: int
+            default: 300
+  gang:
+    description:
+      - Whether the workloads belong together, so that if one of them fails, all of them go back to where they were.
+    type: bool
+    default: false
+  concurrency:
+    description: How many are dealt with at a time.
+    type: int
+    default: 4
+  store:
+    description:
+      - Directory on the node for saves, or one that all nodes share. Saves hold the memory of the work with all its
+        secrets, and only root may read them.
+    type: path
+    default: /var/lib/gpufleet/store
+  criu:
+    description: CRIU's program.
+    type: str
+    default: criu
+"""

@@ -1,0 +1,356 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""A saved workload on disk: a directory named by its id, with a manifest that is written last and vouches for the rest.
+
+CRIU's images carry no checksum (a flipped byte restores with success, a truncated file can spin for ever), so each file
+is hashed in pieces of :data:`PIECE` bytes, on all cores at once, and compared before anything is restored. A directory
+becomes an artefact by being renamed to its id; one without manifest is a leftover. Memory images hold secrets:
+directories are 0700 and files 0600.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+PIECE = 16 << 20
+MANIFEST = "manifest.json"
+STAGED = ".stage-"
+LEFTOVER_SECONDS = 86400.0
+_READ = 1 << 20
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
+
+
+class ArtefactError(Exception):
+    """An artefact that is missing, damaged or cannot be written; the text says which, what was found and expected."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of an artefact by its path below it, its bytes, and the SHA-256 of each piece."""
+
+    path: str
+    size: int
+    pieces: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"path": self.path, "size": self.size, "pieces": list(self.pieces)}
+
+
+def new_id(name: str, at: str, token: str) -> str:
+    """An id for a save of workload ``name``, taken ``at`` (a time as text); unique by ``token``."""
+    slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "work"
+    return f"{slug}-{at}-{token}"
+
+
+def place(store: str | Path, artefact: str) -> Path:
+    """The directory of an artefact; :raises ArtefactError: if the id could lead out of the store."""
+    if not _ID.fullmatch(artefact) or artefact in (".", ".."):
+        raise ArtefactError(f"{artefact!r} is not the id of a checkpoint; expected letters, digits, dots, dashes")
+    return Path(store) / artefact
+
+
+def piece_count(size: int) -> int:
+    return max(1, -(-size // PIECE))
+
+
+def hash_piece(path: Path, index: int) -> str:
+    """SHA-256 of the piece of that index, read in small blocks so that memory stays flat."""
+    digest = hashlib.sha256()
+    buffer = bytearray(_READ)
+    view = memoryview(buffer)
+    left, offset = PIECE, index * PIECE
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while left:
+            got = os.preadv(descriptor, [view[: min(left, _READ)]], offset)
+            if not got:
+                break
+            digest.update(view[:got])
+            offset, left = offset + got, left - got
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()
+
+
+def hash_files(root: Path, paths: Iterable[str], workers: int = 0) -> list[File]:
+    """Hash files below ``root``, ``workers`` pieces at a time (0: one a core); hashlib works outside Python's lock."""
+    sizes = {path: (root / path).stat().st_size for path in paths}
+    jobs = [(path, index) for path, size in sizes.items() for index in range(piece_count(size))]
+    with ThreadPoolExecutor(max_workers=workers or len(os.sched_getaffinity(0))) as pool:
+        digests = list(pool.map(lambda job: hash_piece(root / job[0], job[1]), jobs))
+    pieces: dict[str, list[str]] = {path: [] for path in sizes}
+    for (path, dummy), digest in zip(jobs, digests):
+        pieces[path].append(digest)
+    return [File(path, size, tuple(pieces[path])) for path, size in sizes.items()]
+
+
+def contents(root: Path) -> list[str]:
+    """Paths of the regular files below ``root``, but for the manifest; :raises ArtefactError: for anything else."""
+    found = []
+    for folder, dummy, names in os.walk(root):
+        for name in names:
+            path = Path(folder, name)
+            if path.is_symlink() or not path.is_file():
+                raise ArtefactError(f"{path} is not a regular file; nothing else belongs into an artefact")
+            found.append(str(path.relative_to(root)))
+    return sorted(path for path in found if path != MANIFEST)
+
+
+def stage(store: str | Path, artefact: str) -> Path:
+    """An empty private directory in the store, to become the artefact; what an earlier attempt left is removed."""
+    final = place(store, artefact)
+    directory = final.with_name(f"{STAGED}{artefact}")
+    try:
+        final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o700)
+    except OSError as exc:
+        raise ArtefactError(f"cannot make {directory}: {exc.strerror}") from exc
+    return directory
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(staged: Path, artefact: str, manifest: Mapping[str, Any], workers: int = 0) -> dict[str, Any]:
+    """Make a staged directory the artefact: private modes, hashes, everything on disk, manifest, and only then its
+    name. The manifest as it was read back.
+
+    :raises ArtefactError: if the name is taken or the disk does not take it; the staged directory is left.
+    """
+    final = place(staged.parent, artefact)
+    try:
+        paths = contents(staged)
+        for folder, dummy, names in os.walk(staged):
+            Path(folder).chmod(0o700)
+            for name in names:
+                Path(folder, name).chmod(0o600)
+        # writing out is waiting and hashing is computing: both at once
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            synced = [pool.submit(_sync, staged / path) for path in paths]
+            files = hash_files(staged, paths, workers)
+            for one in synced:
+                one.result()
+        whole = {
+            **manifest,
+            "schema": SCHEMA,
+            "id": artefact,
+            "piece": PIECE,
+            "files": [file.as_dict() for file in files],
+            "total": sum(file.size for file in files),
+            "complete": True,
+        }
+        _write_manifest(staged, whole)
+        if final.exists():
+            raise ArtefactError(f"{final} exists already; an artefact is never replaced")
+        staged.rename(final)
+        _sync(final.parent)
+    except OSError as exc:
+        raise ArtefactError(f"cannot publish {final}: {exc.strerror} ({exc.filename or staged})") from exc
+    return read(staged.parent, artefact)
+
+
+def _write_manifest(staged: Path, manifest: Mapping[str, Any]) -> None:
+    with (staged / MANIFEST).open("w") as stream:
+        os.fchmod(stream.fileno(), 0o600)
+        json.dump(manifest, stream, indent=1, sort_keys=True)
+        stream.flush()
+        os.fsync(stream.fileno())
+    _sync(staged)
+
+
+def read(store: str | Path, artefact: str) -> dict[str, Any]:
+    """The manifest; :raises ArtefactError: if it is not there, not whole, or not one this release can read."""
+    path = place(store, artefact) / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ArtefactError(f"there is no {path}: no such checkpoint here, or it was never finished") from None
+    except (OSError, ValueError) as exc:
+        raise ArtefactError(f"{path} cannot be read: {exc}") from exc
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        found = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
+        raise ArtefactError(f"{path} has schema {found!r}, this release reads {SCHEMA}")
+    if not manifest.get("complete") or manifest.get("id") != artefact or not isinstance(manifest.get("files"), list):
+        raise ArtefactError(f"{path} is not the whole manifest of {artefact}")
+    return manifest
+
+
+def wrong_pieces(root: Path, files: Sequence[Mapping[str, Any]], workers: int = 0) -> list[tuple[str, int, str]]:
+    """Pieces below ``root`` that are not what the manifest says: path, index, and what was found."""
+    wrong: list[tuple[str, int, str]] = []
+    whole = []
+    for file in files:
+        name = str(file["path"])
+        try:
+            size = _inside(root, file).lstat().st_size
+        except OSError as exc:
+            wrong += [(name, index, str(exc.strerror)) for index in range(len(file["pieces"]))]
+            continue
+        if size != file["size"]:
+            wrong += [(name, index, f"{size} bytes instead of {file['size']}") for index in range(len(file["pieces"]))]
+        else:
+            whole.append(file)
+    jobs = [(file["path"], index, digest) for file in whole for index, digest in enumerate(file["pieces"])]
+    with ThreadPoolExecutor(max_workers=workers or len(os.sched_getaffinity(0))) as pool:
+        found = pool.map(lambda job: hash_piece(root / job[0], job[1]), jobs)
+        wrong += [
+            (path, index, f"SHA-256 {seen[:12]}… instead of {digest[:12]}…")
+            for (path, index, digest), seen in zip(jobs, found)
+            if seen != digest
+        ]
+    return wrong
+
+
+def receive(store: str | Path, manifest: Mapping[str, Any], workers: int = 0) -> list[tuple[str, int]]:
+    """Make room for an artefact of another node; the pieces that are still to come, after an interrupted try not all.
+
+    Empty if the whole artefact is here already.
+
+    :raises ArtefactError: if it is one this release cannot read, or the disk is too small.
+    """
+    name = str(manifest.get("id"))
+    final = place(store, name)
+    if manifest.get("schema") != SCHEMA or manifest.get("piece") != PIECE or not manifest.get("complete"):
+        raise ArtefactError(f"{name} was not made by this release; save the work again")
+    if final.exists():
+        if read(store, name) != dict(manifest):
+            raise ArtefactError(f"{final} is another artefact of that name; remove it: rm -r {final}")
+        return []
+    staged = final.with_name(f"{STAGED}{name}")
+    try:
+        staged.mkdir(mode=0o700, parents=True, exist_ok=True)
+        held = sum(path.stat().st_blocks * 512 for path in staged.rglob("*") if path.is_file())
+        missing = int(manifest["total"]) - held - free_bytes(staged)
+        if missing > 0:
+            raise ArtefactError(f"{staged}: {missing} bytes too little space for {name}; see: df -h {staged}")
+        for file in manifest["files"]:
+            path = _inside(staged, file)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with path.open("ab") as stream:
+                os.fchmod(stream.fileno(), 0o600)
+                stream.truncate(file["size"])
+    except OSError as exc:
+        raise ArtefactError(f"cannot make {staged}: {exc.strerror}") from exc
+    return [(path, index) for path, index, dummy in wrong_pieces(staged, manifest["files"], workers)]
+
+
+def accept(store: str | Path, manifest: Mapping[str, Any], workers: int = 0) -> bool:
+    """Give a received artefact its name once every piece is right; False if it had it already.
+
+    :raises ArtefactError: if a piece is wrong, or it cannot be written.
+    """
+    name = str(manifest.get("id"))
+    final = place(store, name)
+    if final.exists():
+        return False
+    staged = final.with_name(f"{STAGED}{name}")
+    wrong = wrong_pieces(staged, manifest["files"], workers)
+    if wrong:
+        path, index, what = wrong[0]
+        raise ArtefactError(f"{len(wrong)} pieces of {name} arrived wrong, among them {path}, piece {index}: {what}")
+    try:
+        for file in manifest["files"]:
+            _sync(staged / file["path"])
+        _write_manifest(staged, manifest)
+        staged.rename(final)
+        _sync(final.parent)
+    except OSError as exc:
+        raise ArtefactError(f"cannot publish {final}: {exc.strerror}") from exc
+    return True
+
+
+def _inside(root: Path, file: Mapping[str, Any]) -> Path:
+    """:raises ArtefactError: if the name a manifest gives leads out of the artefact."""
+    name = Path(str(file["path"]))
+    if name.is_absolute() or ".." in name.parts:
+        raise ArtefactError(f"the manifest names {str(name)!r}, which leads out of the artefact")
+    return root / name
+
+
+def verify(store: str | Path, artefact: str, workers: int = 0) -> list[str]:
+    """What is wrong with an artefact, file by file; empty if it is exactly what was published.
+
+    :raises ArtefactError: if there is no manifest to compare with.
+    """
+    manifest = read(store, artefact)
+    root = place(store, artefact)
+    problems = {
+        path: f"{path}, piece {i}: {what}" for path, i, what in reversed(wrong_pieces(root, manifest["files"], workers))
+    }
+    known = {file["path"] for file in manifest["files"]}
+    problems.update({path: f"{path} is not in the manifest" for path in contents(root) if path not in known})
+    return [problems[path] for path in sorted(problems)]
+
+
+def remove(store: str | Path, artefact: str) -> bool:
+    """Remove an artefact, its manifest first, so that what a crash leaves is a leftover. False if there is none."""
+    directory = place(store, artefact)
+    staged = directory.with_name(f"{STAGED}{artefact}")
+    there = directory.exists() or staged.exists()
+    (directory / MANIFEST).unlink(missing_ok=True)
+    for path in (directory, staged):
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            raise ArtefactError(f"cannot remove {path}; see what holds it: lsof +D {path}")
+    return there
+
+
+def listing(store: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Manifests of the whole artefacts in a store (without their hashes), and the names of the others."""
+    whole, others = [], []
+    for path in sorted(Path(store).glob("*")):
+        if not path.is_dir():
+            continue
+        try:
+            manifest = read(store, path.name)
+        except ArtefactError:
+            others.append(path.name)
+            continue
+        slim = {key: value for key, value in manifest.items() if key != "files"}
+        whole.append({**slim, "files": [{"path": f["path"], "size": f["size"]} for f in manifest["files"]]})
+    return whole, others
+
+
+def collect(store: str | Path, now: float, keep: Iterable[str] = ()) -> list[str]:
+    """Remove leftovers of more than a day and artefacts past their expiry, but for ``keep``; the names removed."""
+    kept, removed = set(keep), []
+    whole, others = listing(store)
+    for manifest in whole:
+        expires = manifest.get("expires")
+        if manifest["id"] not in kept and isinstance(expires, (int, float)) and expires < now:
+            remove(store, manifest["id"])
+            removed.append(manifest["id"])
+    for name in others:
+        path = Path(store, name)
+        if name not in kept and now - path.stat().st_mtime > LEFTOVER_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(name)
+    return removed
+
+
+def free_bytes(path: str | Path) -> int:
+    """Bytes that root may still write below the nearest existing parent of ``path``."""
+    nearest = Path(path)
+    while not nearest.exists():
+        nearest = nearest.parent
+    about = os.statvfs(nearest)
+    return about.f_bfree * about.f_frsize

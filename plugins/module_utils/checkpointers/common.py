@@ -1,0 +1,285 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What both ends of a move share: records, limits, and calls into the driver that are bounded and read back.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, suspend
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
+    SOURCE_GONE,
+    SOURCE_RUNNING,
+    CheckpointError,
+    Reason,
+    Work,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service
+from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import atomic_write
+
+FORMAT = "cuda_criu/1"
+ABORTED = "aborted"
+COMMITTING, COMMITTED = "committing", "committed"
+PREPARED, STARTING, UNLOCKING, RUNNING, FAILED = "prepared", "starting", "unlocking", "running", "failed"
+UNPACKING = "unpacking"
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds. ``lock`` is what submitted work may take to end; ``freeze`` how long a published save waits for its
+    controller before the dead-man timer lets the work go on; ``settle`` how long restored work must hold."""
+
+    look: float = 20.0
+    lock: float = 10.0
+    freeze: float = 900.0
+    settle: float = 10.0
+    slowest: float = 0.1
+    """GB a second that everything that grows with memory is given at least."""
+
+    def by_size(self, size: int, base: float = 60.0) -> float:
+        return base + size / 1e9 / self.slowest
+
+
+Differences = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Any]]
+"""What of the key of a save does not agree with the facts of a node: objects with ``field`` and a text."""
+
+
+def _say_nothing(dummy: str) -> None:
+    return None
+
+
+class Common:
+    """One node as the place of saves and restores."""
+
+    name = "cuda_criu"
+
+    def __init__(
+        self,
+        run: Runner,
+        state_dir: str,
+        store: str,
+        *,
+        node: str = "",
+        criu: str = "criu",
+        limits: Limits | None = None,
+        differences: Differences | None = None,
+        observe: Callable[[], nvml.Report] = lambda: nvml.observe(20.0),
+        usage: Callable[[], Mapping[int, nvml.Usage]] = lambda: nvml.usage(20.0),
+        say: Callable[[str], None] = _say_nothing,
+        service: Callable[[str], Service] | None = None,
+        proc: str = "/proc",
+        sys_root: str = "/sys",
+        now: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._run = run
+        self._state = Path(state_dir)
+        self._store = Path(store)
+        self._node = node or os.uname().nodename
+        self._criu = criu
+        self._limits = limits or Limits()
+        self._differences = differences
+        self._observe, self._usage = observe, usage
+        self._say = say
+        self._service = service or (lambda unit: Service(run, unit))
+        self._proc, self._sys = proc, sys_root
+        self._now, self._sleep = now, sleep
+
+    # -- places
+
+    def record_path(self, work: str, side: str = "checkpoints") -> Path:
+        """Where a workload's record is: ``checkpoints`` where it was saved, ``restores`` where it came back."""
+        safe = artefact.new_id(work, "", "").strip("-")
+        return self._state / side / f"{safe}.json"
+
+    @property
+    def _script(self) -> Path:
+        return self._state / "suspend.py"
+
+    def _place_script(self) -> None:
+        """The part that runs by itself, on the node: this module's own files are gone once it returns."""
+        loader = suspend.__spec__.loader if suspend.__spec__ else None
+        text = loader.get_source(suspend.__name__) if loader and hasattr(loader, "get_source") else None
+        if not text:
+            raise OSError(f"the source of {suspend.__name__} cannot be read")
+        if not self._script.exists() or self._script.read_text() != text:
+            atomic_write(self._script, text.encode())
+
+    @contextlib.contextmanager
+    def _held(self, work: Work, side: str = "checkpoints") -> Iterator[tuple[Path, dict[str, Any]]]:
+        path = self.record_path(work.name, side)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._place_script()
+            with suspend.held(path):
+                yield path, suspend.read_record(path)
+        except TimeoutError as exc:
+            raise self._failed(
+                work, "policy", "ownership", str(exc), "nobody else at it", f"fuser -v {path}.lock"
+            ) from exc
+        except ValueError as exc:
+            raise self._failed(
+                work, "policy", "record", f"{path} is damaged ({exc})", "a record of ours", f"mv {path} {path}.bad"
+            ) from exc
+        except OSError as exc:
+            raise self._failed(
+                work,
+                "insufficient_space",
+                "record",
+                f"{exc.filename or path}: {exc.strerror or exc}",
+                "a disk that can be written",
+                f"df -h {path.parent}",
+            ) from exc
+
+    def _failed(
+        self,
+        work: Work,
+        reason: str,
+        step: str,
+        observed: str,
+        expected: str,
+        command: str,
+        source: str = SOURCE_RUNNING,
+        pid: int | None = None,
+    ) -> CheckpointError:
+        return CheckpointError(
+            Reason(reason, step, observed, expected, command, source, workload=work.name, member=self._node, pid=pid)
+        )
+
+    # -- the driver
+
+    def _driver(
+        self, action: str, pids: Sequence[int], seconds: float, pairs: Mapping[str, str] | None = None
+    ) -> dict[int, dict[str, Any]]:
+        """Ask the driver about each process in one child with a deadline; who did not answer has code None."""
+        answers: dict[int, dict[str, Any]] = {pid: {"pid": pid, "code": None, "state": suspend.UNKNOWN} for pid in pids}
+        if not pids:
+            return answers
+        options = json.dumps({"timeout": self._limits.lock, "pairs": dict(pairs or {})})
+        done = self._run([sys.executable, str(self._script), action, options, *map(str, pids)], timeout=seconds)
+        for line in done.stdout.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                said = json.loads(line)
+                answers[int(said["pid"])] = said
+        return answers
+
+    def _states(self, pids: Sequence[int]) -> dict[int, str]:
+        return {pid: said["state"] for pid, said in self._driver("look", pids, self._limits.look).items()}
+
+    def probe(self) -> list[Reason]:
+        found: list[Reason] = []
+
+        def lacks(observed: str, expected: str, command: str) -> None:
+            found.append(Reason("unsupported_backend", "probe", observed, expected, command, member=self._node))
+
+        if os.geteuid() != 0:
+            lacks(f"uid {os.geteuid()}", "root", "run the play with become")
+        checked = self._run([self._criu, "check"], timeout=60)
+        if not checked.ok:
+            lacks(checked.describe(), "criu check that succeeds", f"{self._criu} check --all")
+        with contextlib.suppress(OSError):
+            self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._place_script()
+        said = self._driver("look", [os.getpid()], self._limits.look)[os.getpid()]
+        if said["code"] == suspend.NO_CALL:
+            lacks(str(said.get("error")), "a driver with checkpoint calls (570 or later)", "nvidia-smi")
+        elif said["code"] is None:
+            lacks("the driver did not answer", f"an answer within {self._limits.look:.0f} s", "nvidia-smi")
+        return found
+
+    def _phase(
+        self,
+        work: Work,
+        action: str,
+        pids: Sequence[int],
+        wanted: str,
+        seconds: float,
+        pairs: Mapping[str, str] | None = None,
+    ) -> None:
+        """One action on all processes; what counts is the state the driver tells afterwards, not what the call said."""
+        for pid, said in self._driver(action, pids, seconds, pairs).items():
+            if said["code"] == 0 and said["state"] == wanted:
+                continue
+            code, state = said["code"], said["state"]
+            if code is None:
+                observed = f"PID {pid}: no answer within {seconds:.0f} s"
+            else:
+                observed = (
+                    f"PID {pid}: CUDA error {code}, state {state}" if code else f"PID {pid}: success, but it is {state}"
+                )
+            if action == "lock":
+                reason = "lock_timeout" if code in (suspend.NOT_READY, None) else "checkpoint_failed"
+            elif action == "checkpoint":
+                reason = "unsupported_feature:checkpoint" if code == suspend.NOT_SUPPORTED else "checkpoint_failed"
+            else:
+                reason = "insufficient_gpu_memory" if code == suspend.OUT_OF_MEMORY else "cuda_restore_failed"
+            raise self._failed(
+                work, reason, action, observed, f"state {wanted}", f"cuda-checkpoint --get-state --pid {pid}", pid=pid
+            )
+
+    def _criu_options(self) -> list[str]:
+        empty = self._state / "no-plugins"
+        empty.mkdir(mode=0o700, exist_ok=True)
+        return [
+            "-v3",
+            "--no-default-config",
+            "--file-locks",
+            "--link-remap",
+            "--tcp-close",
+            "--manage-cgroups=ignore",
+            "--libdir",
+            str(empty),
+        ]
+
+    def _progress(self, work: Work) -> list[float]:
+        """What the work's own probes say: an error if it is not ready, and the number that grows, if there is one."""
+
+        def wrong(observed: str, expected: str, command: str) -> CheckpointError:
+            return self._failed(work, "verify_failed", "verify", observed, expected, command, SOURCE_GONE)
+
+        if work.ready:
+            deadline = time.monotonic() + work.ready_timeout
+            done = self._run(work.ready, timeout=work.ready_timeout)
+            while not done.ok and time.monotonic() < deadline:
+                self._sleep(1.0)
+                done = self._run(work.ready, timeout=work.ready_timeout)
+            if not done.ok:
+                raise wrong(short(done), "its own probe succeeds", " ".join(work.ready))
+        if not work.save.get("progress"):
+            return []
+        done = self._run(work.save["progress"], timeout=30)
+        try:
+            return [float(done.stdout.split()[-1])]
+        except (ValueError, IndexError):
+            raise wrong(f"{short(done)} printed no number", "a number", " ".join(work.save["progress"])) from None
+
+
+def short(done: Completed) -> str:
+    text = done.describe()
+    return text if len(text) <= 300 else text[:120] + " … " + text[-170:]
+
+
+def criu_errors(log: Path) -> str:
+    """The last errors CRIU logged, to explain a failure; they do not decide anything, as success logs some too."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return "no log"
+    found = [line.strip() for line in lines if "Error" in line]
+    return " | ".join(found[-3:]) or (lines[-1] if lines else "an empty log")

@@ -1,0 +1,126 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What the modules about saves have in common: their options, their workers, the shape of what they return.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import execution
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
+    SOURCE_RUNNING,
+    Checkpointer,
+    CheckpointError,
+    Reason,
+    Work,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Differences, Limits
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.hook import Hook
+
+BACKENDS = ("cuda_criu", "hook")
+
+_TEXTS = {"type": "list", "elements": "str"}
+SAVE: Mapping[str, Any] = {
+    "backend": {"type": "str", "choices": list(BACKENDS), "default": "cuda_criu"},
+    "paths": {"type": "list", "elements": "path", "default": []},
+    "progress": {**_TEXTS, "default": []},
+    "key": {"type": "dict", "default": {}, "no_log": False},
+    "keep": {"type": "int", "default": 604800},
+    "command": _TEXTS,
+    "signal": {"type": "str"},
+    "http": {"type": "str"},
+    "proof": {"type": "str"},
+    "check": _TEXTS,
+    "deadline": {"type": "int", "default": 300},
+}
+ARGUMENTS: Mapping[str, Any] = {
+    "workloads": {
+        "type": "list",
+        "elements": "dict",
+        "required": True,
+        "options": {
+            "name": {"type": "str", "required": True},
+            "unit": {"type": "str"},
+            "artefact": {"type": "str"},
+            "ready": {**_TEXTS, "default": []},
+            "ready_timeout": {"type": "int", "default": 120},
+            "save": {"type": "dict", "default": {}, "options": dict(SAVE), "apply_defaults": True},
+        },
+    },
+    "gang": {"type": "bool", "default": False},
+    "concurrency": {"type": "int", "default": 4},
+    "store": {"type": "path", "default": "/var/lib/gpufleet/store"},
+    "criu": {"type": "str", "default": "criu"},
+    "state_dir": {"type": "path", "default": "/var/lib/gpufleet"},
+}
+
+
+def work_of(given: Mapping[str, Any]) -> Work:
+    """A workload from the module's option."""
+    return Work(given["name"], given["unit"], given["save"], tuple(given["ready"]), float(given["ready_timeout"]))
+
+
+def cuda_criu(
+    params: Mapping[str, Any], limits: Limits, differences: Differences | None, say: Callable[[str], None]
+) -> CudaCriu:
+    return CudaCriu(
+        execution.run,
+        params["state_dir"],
+        params["store"],
+        node=params.get("node") or "",
+        criu=params["criu"],
+        limits=limits,
+        differences=differences,
+        say=say,
+    )
+
+
+def backend(name: str, params: Mapping[str, Any], limits: Limits, say: Callable[[str], None]) -> Checkpointer:
+    return Hook(execution.run) if name == Hook.name else cuda_criu(params, limits, None, say)
+
+
+Act = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def each(workloads: Sequence[Mapping[str, Any]], act: Act, concurrency: int) -> list[dict[str, Any]]:
+    """``act`` on every workload, at most ``concurrency`` at a time; what became of each, in the order given."""
+
+    def one(given: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {"workload": given["name"], "ok": True, "reason": None, **act(given)}
+        except CheckpointError as exc:
+            return {
+                "workload": given["name"],
+                "ok": False,
+                "changed": False,
+                "source": exc.reason.source,
+                "reason": exc.reason.as_dict(),
+                "msg": str(exc),
+            }
+        except Exception as exc:  # one workload's surprise must not hide what became of the others
+            odd = f"{type(exc).__name__}: {exc}"
+            reason = Reason("policy", "module", odd, "no surprise", "journalctl -b", SOURCE_RUNNING, given["name"])
+            return {
+                "workload": given["name"],
+                "ok": False,
+                "changed": True,
+                "source": "unknown",
+                "reason": reason.as_dict(),
+                "msg": str(reason),
+            }
+
+    with ThreadPoolExecutor(max_workers=max(1, min(concurrency, len(workloads)))) as pool:
+        return list(pool.map(one, workloads))
+
+
+def missing_artefact(workloads: Sequence[Mapping[str, Any]]) -> str:
+    """What to say if a workload names no save although the act is about one; empty if all do."""
+    without = [given["name"] for given in workloads if not given["artefact"]]
+    return f"no artefact is named for {', '.join(without)}; workload_checkpoint returned it" if without else ""

@@ -1,0 +1,547 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Where work is saved.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import (
+    artefact,
+    carried,
+    facts,
+    suspend,
+    tree,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
+    SOURCE_FROZEN,
+    SOURCE_GONE,
+    SOURCE_LOST,
+    SOURCE_RUNNING,
+    Captured,
+    CheckpointError,
+    Estimate,
+    Reason,
+    Work,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import (
+    ABORTED,
+    COMMITTED,
+    COMMITTING,
+    FORMAT,
+    MIB,
+    Common,
+    criu_errors,
+    short,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import gpus
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import unit_name
+
+_GHOSTS = 512 << 20
+"""Bytes of a deleted file that is still open; CRIU's own limit of 1 MB is too small for what frameworks leave."""
+
+
+class Source(Common):
+    """The end of a move at which the work is stopped, saved, and ended or let go on."""
+
+    def _look(self, work: Work) -> tuple[Service, Mapping[str, str], list[tree.Process]]:
+        """The service, its properties and its processes, seen twice the same."""
+        if not work.unit:
+            raise self._failed(
+                work,
+                "unsupported_feature:kind",
+                "membership",
+                "no unit is named",
+                "a systemd service",
+                "declare its unit",
+            )
+        unit = unit_name(work.unit)
+        service = self._service(unit)
+        try:
+            shown = service.show()
+        except ServiceError as exc:
+            raise self._failed(
+                work, "unsupported_backend", "membership", str(exc), "systemd", "systemctl status"
+            ) from exc
+        if shown.get("ActiveState") != "active" or not int(shown.get("MainPID") or 0):
+            state = f"{unit} is {shown.get('ActiveState')}, main PID {shown.get('MainPID')}"
+            raise self._failed(
+                work, "lost_source", "membership", state, "a running service", f"systemctl status {unit}", SOURCE_GONE
+            )
+        cgroup = shown.get("ControlGroup", "")
+        for dummy in range(3):
+            before = tree.pids_of(cgroup, self._sys)
+            processes = []
+            for pid in before:
+                with contextlib.suppress(OSError):
+                    processes.append(tree.look(pid, self._proc))
+            if processes and [one.pid for one in processes] == tree.pids_of(cgroup, self._sys):
+                return service, shown, processes
+            self._sleep(0.5)
+        raise self._failed(
+            work,
+            "unsupported_feature:unsteady",
+            "membership",
+            f"{unit} starts and ends processes all the time",
+            "the same processes at two looks",
+            f"systemd-cgls -u {unit}",
+        )
+
+    def check(self, work: Work) -> list[Reason]:
+        found: list[Reason] = []
+        try:
+            service, shown, processes = self._look(work)
+        except CheckpointError as exc:
+            return [exc.reason]
+        unit = service.unit
+        root = int(shown["MainPID"])
+
+        def refuse(feature: str, observed: str, expected: str, command: str, pid: int | None = None) -> None:
+            found.append(self._failed(work, feature, "check", observed, expected, command, pid=pid).reason)
+
+        cuda = self._cuda(processes)
+        for one in processes:
+            for feature, seen in one.problems:
+                refuse(
+                    f"unsupported_feature:{feature}",
+                    f"PID {one.pid} {one.comm}: {seen}",
+                    "none",
+                    f"ls -l /proc/{one.pid}",
+                    one.pid,
+                )
+            if one.devices and one.pid not in cuda:
+                refuse(
+                    "unsupported_feature:device_files",
+                    f"PID {one.pid} {one.comm} has {one.devices[0]} open but no CUDA",
+                    "only CUDA processes with device files",
+                    f"ls -l /proc/{one.pid}/fd",
+                    one.pid,
+                )
+        for one in tree.outsiders(processes, root):
+            refuse(
+                "unsupported_feature:several_trees",
+                f"PID {one.pid} {one.comm} does not descend from the main process {root}",
+                "one tree",
+                f"systemd-cgls -u {unit}",
+                one.pid,
+            )
+        for key, bad in (("WatchdogUSec", ("", "0", "infinity")), ("RootDirectory", ("",)), ("RootImage", ("",))):
+            if shown.get(key, "") not in bad:
+                refuse(
+                    f"unsupported_feature:{key.lower()}",
+                    f"{unit} has {key}={shown[key]}",
+                    "none",
+                    f"systemctl cat {unit}",
+                )
+        usage = self._usage()
+        used = {gpu for one in processes if one.pid in usage for gpu in usage[one.pid].gpus}
+        if any(one.nccl for one in processes) and (len(used) > 1 or len(cuda) > 1):
+            refuse(
+                "unsupported_feature:nccl",
+                f"NCCL between {len(cuda)} processes on {len(used)} GPUs",
+                "work that was started to be checkpointed, or its own save",
+                f"grep -l nccl {' '.join(f'/proc/{pid}/maps' for pid in sorted(cuda))}",
+            )
+        loaded = gpus.read_loaded(f"{self._proc}/driver/nvidia")
+        for one in processes:
+            if one.cuda and loaded and one.cuda != loaded.version:
+                refuse(
+                    "key_mismatch:driver",
+                    f"PID {one.pid} {one.comm} maps libcuda {one.cuda}, {loaded.version} is loaded",
+                    "one version",
+                    f"grep libcuda /proc/{one.pid}/maps",
+                    one.pid,
+                )
+        if not found:
+            found += self._room(work, processes, shown)
+        return found
+
+    def _cuda(self, processes: Sequence[tree.Process]) -> dict[int, int]:
+        """PIDs of the processes the driver knows as CUDA's, each with its restore thread."""
+        mapped = [one.pid for one in processes if one.cuda]
+        return {
+            pid: int(said["tid"])
+            for pid, said in self._driver("look", mapped, self._limits.look).items()
+            if said.get("tid")
+        }
+
+    def _sizes(self, processes: Sequence[tree.Process]) -> tuple[int, dict[int, int]]:
+        """Resident bytes of all, and GPU bytes by PID as NVML counts them."""
+        usage = self._usage()
+        used = {one.pid: usage[one.pid].memory or 0 for one in processes if one.pid in usage}
+        return sum(one.rss for one in processes), used
+
+    def _room(self, work: Work, processes: Sequence[tree.Process], shown: Mapping[str, str]) -> list[Reason]:
+        rss, used = self._sizes(processes)
+        on_gpu = int(sum(used.values()) * 1.1)
+        found = []
+        available = tree.memory_available(self._proc)
+        headroom = tree.cgroup_headroom(shown.get("ControlGroup", ""), self._sys)
+        for label, have in (("free on the host", available), (f"left to {work.unit} by its memory limit", headroom)):
+            if have is not None and have < on_gpu:
+                found.append(
+                    self._failed(
+                        work,
+                        "insufficient_host_ram",
+                        "check",
+                        f"{have // MIB} MiB {label}",
+                        f"{on_gpu // MIB} MiB, as GPU memory is kept in host memory meanwhile",
+                        "free -m",
+                    ).reason
+                )
+        wanted = int((rss + sum(used.values()) + carried.size(work.save.get("paths") or ())) * 1.2)
+        free = artefact.free_bytes(self._store)
+        if free < wanted:
+            found.append(
+                self._failed(
+                    work,
+                    "insufficient_space",
+                    "check",
+                    f"{free // MIB} MiB free in {self._store}",
+                    f"{wanted // MIB} MiB",
+                    f"df -h {self._store}",
+                ).reason
+            )
+        return found
+
+    def estimate(self, work: Work) -> Estimate:
+        processes = self._look(work)[2]
+        rss, used = self._sizes(processes)
+        on_gpu = sum(used.values())
+        size = rss + on_gpu + carried.size(work.save.get("paths") or ())
+        # 5 GB/s from the GPU, 0.5 GB/s to unknown storage, 1.5 GB/s to hash; 5 s for everything that has no size
+        return Estimate(size, on_gpu, 5 + on_gpu / 5e9 + size / 0.5e9 + size / 1.5e9)
+
+    # -- capture
+
+    def capture(self, work: Work) -> Captured:
+        with self._held(work) as (path, record):
+            if record.get("state") == suspend.PUBLISHED and self._still_stands(record):
+                service = self._service(record["unit"])
+                self._arm(service, path, self._limits.freeze)
+                return self._captured(work, record, changed=False)
+            if record.get("state") in (COMMITTING, COMMITTED):  # by a run that was interrupted
+                return replace(self._captured(work, record, changed=False), source=SOURCE_GONE, target=record["target"])
+            if record.get("state") in (suspend.FROZEN, suspend.PUBLISHED):
+                self._say(f"{work.name}: an earlier capture was interrupted; it runs on before the next")
+                self._undo(path, record)
+            if record.get("state") == suspend.THAWED:
+                artefact.remove(self._store, record["artefact"])  # what was saved is out of date
+            attempts = record.get("attempts", 0) + 1 if record.get("state") in (ABORTED, suspend.THAWED) else 1
+            refused = self.check(work)
+            if refused:
+                raise CheckpointError(refused[0])
+            return self._captured(work, self._capture(work, path, attempts))
+
+    def _still_stands(self, record: Mapping[str, Any]) -> bool:
+        alive = suspend.same(record["members"], self._proc)
+        if len(alive) != len(record["members"]) or not all(suspend.stands_still(pid, self._proc) for pid in alive):
+            return False
+        try:
+            artefact.read(self._store, record["artefact"])
+        except artefact.ArtefactError:
+            return False
+        return True
+
+    def _captured(self, work: Work, record: Mapping[str, Any], changed: bool = True) -> Captured:
+        return Captured(
+            workload=work.name,
+            backend=self.name,
+            artefact=record["artefact"],
+            source=SOURCE_FROZEN,
+            bytes=record.get("bytes", 0),
+            seconds=record.get("seconds", 0.0),
+            frozen_since=record.get("at"),
+            changed=changed,
+            evidence={"timings": record.get("timings", {}), "pids": [one["pid"] for one in record["members"]]},
+        )
+
+    def _arm(self, service: Service, path: Path, seconds: float) -> None:
+        service.arm([sys.executable, str(self._script), "thaw", str(path)], seconds)
+
+    def _capture(self, work: Work, path: Path, attempts: int) -> dict[str, Any]:
+        service, shown, processes = self._look(work)
+        cuda = self._cuda(processes)
+        rss, used = self._sizes(processes)
+        size = rss + sum(used.values())
+        order = facts.gpu_order(self._observe())
+        computes_on = {pid: [str(order[gpu]["uuid"]) for gpu in one.gpus] for pid, one in self._usage().items()}
+        began = self._now()
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(began))
+        record: dict[str, Any] = {
+            "state": suspend.FROZEN,
+            "workload": work.name,
+            "unit": service.unit,
+            "artefact": artefact.new_id(work.name, stamp, os.urandom(3).hex()),
+            "members": [
+                tree.as_member(one, one.pid in cuda, computes_on.get(one.pid, ()), used.get(one.pid, 0))
+                for one in processes
+            ],
+            "drop_in": str(service.guard_path),
+            "at": began,
+            "attempts": attempts,
+        }
+        key = facts.node_facts(self._observe(), self._run, self._criu, self._proc, self._sys)
+        suspend.write_record(path, record)
+        timings: dict[str, float] = {}
+        try:
+            service.guard()
+            self._arm(service, path, 2 * self._limits.by_size(size) + self._limits.freeze)
+            mark = time.monotonic()
+            staged = artefact.stage(self._store, record["artefact"])
+            for step, act in (
+                ("lock", lambda: self._lock(work, list(cuda))),
+                ("checkpoint", lambda: self._checkpoint(work, list(cuda), size)),
+                ("dump", lambda: self._dump(work, int(shown["MainPID"]), processes, staged, size)),
+                ("files", lambda: self._carry(work, staged)),
+                ("publish", lambda: self._publish(work, service, record, processes, staged, key, timings)),
+            ):
+                act()
+                timings[step] = round(time.monotonic() - mark, 3)
+                mark = time.monotonic()
+            self._arm(service, path, self._limits.freeze)
+        except BaseException as exc:
+            source = self._undo(path, record)
+            if isinstance(exc, CheckpointError):
+                raise CheckpointError(replace(exc.reason, source=source)) from exc
+            if isinstance(exc, (OSError, ServiceError, artefact.ArtefactError)):
+                full = isinstance(exc, (OSError, artefact.ArtefactError))
+                reason = "publish_failed" if full else "checkpoint_failed"
+                raise self._failed(
+                    work, reason, "capture", str(exc), "success", f"df -h {self._store}", source
+                ) from exc
+            raise
+        record.update(state=suspend.PUBLISHED, timings=timings, seconds=round(self._now() - began, 3))
+        suspend.write_record(path, record)
+        return record
+
+    def _lock(self, work: Work, pids: Sequence[int]) -> None:
+        self._phase(work, "lock", pids, suspend.LOCKED, self._limits.lock + self._limits.look)
+
+    def _checkpoint(self, work: Work, pids: Sequence[int], size: int) -> None:
+        self._phase(work, "checkpoint", pids, suspend.CHECKPOINTED, self._limits.by_size(size))
+        for pid in pids:
+            held = tree.look(pid, self._proc).devices
+            if held:
+                raise self._failed(
+                    work,
+                    "checkpoint_failed",
+                    "checkpoint",
+                    f"PID {pid} still has {held[0]} open",
+                    "no device file open",
+                    f"ls -l /proc/{pid}/fd",
+                    pid=pid,
+                )
+
+    def _dump(self, work: Work, root: int, processes: Sequence[tree.Process], staged: Path, size: int) -> None:
+        images = staged / "images"
+        images.mkdir(mode=0o700)
+        argv = [
+            self._criu,
+            "dump",
+            "--tree",
+            str(root),
+            "--images-dir",
+            str(images),
+            "--log-file",
+            "dump.log",
+            "--leave-stopped",
+            "--ghost-limit",
+            str(_GHOSTS),
+            "--timeout",
+            "60",
+            *self._criu_options(),
+        ]
+        for inode in tree.journal_sockets(processes, self._proc):
+            argv += ["--external", f"unix[{inode}]"]
+        done = self._run(argv, timeout=self._limits.by_size(size))
+        log = images / "dump.log"
+        if not done.ok:
+            raise self._failed(
+                work, "dump_failed", "dump", f"{short(done)}; {criu_errors(log)}", "rc 0", f"{self._criu} check --all"
+            )
+        missing = [one.pid for one in processes if not (images / f"core-{one.pid}.img").exists()]
+        running = [one.pid for one in processes if not suspend.stands_still(one.pid, self._proc)]
+        if missing or running:
+            raise self._failed(
+                work,
+                "dump_failed",
+                "dump",
+                f"no image of PIDs {missing}, PIDs {running} not stopped",
+                "every process saved and stopped",
+                f"ls {images}",
+            )
+
+    def _carry(self, work: Work, staged: Path) -> None:
+        """Files that the processes have open or need: their content belongs to the moment of the freeze."""
+        try:
+            carried.pack(work.save.get("paths") or (), staged)
+        except carried.CarriedError as exc:
+            raise self._failed(work, "dump_failed", "files", str(exc), "paths that exist", "ls -ld PATH") from exc
+
+    def _publish(
+        self,
+        work: Work,
+        service: Service,
+        record: dict[str, Any],
+        processes: Sequence[tree.Process],
+        staged: Path,
+        key: Mapping[str, Any],
+        timings: Mapping[str, float],
+    ) -> None:
+        paths = [str(path) for path in work.save.get("paths") or ()]
+        report = self._observe()
+        declared = {
+            "unit": service.unit,
+            "save": dict(work.save),
+            "ready": list(work.ready),
+            "ready_timeout": work.ready_timeout,
+        }
+        files = {one.path: one for process in processes for one in process.files}
+        libraries = {path: size for process in processes for path, size in process.libraries}
+        manifest = artefact.publish(
+            staged,
+            record["artefact"],
+            {
+                "created": record["at"],
+                "expires": record["at"] + float(work.save.get("keep", 7 * 86400)),
+                "workload": {
+                    "name": work.name,
+                    "unit": service.unit,
+                    "fragment": service.fragment(),
+                    "declared": declared,
+                },
+                "backend": {"name": self.name, "format": FORMAT, "options": self._criu_options()},
+                "key": {**key, "backend": FORMAT, **dict(work.save.get("key") or {})},
+                "node": self._node,
+                "members": record["members"],
+                "gpus": facts.gpu_order(report),
+                "journal_sockets": tree.journal_sockets(processes, self._proc),
+                "connections_closed": tree.established(processes, self._proc),
+                "paths": paths,
+                "open_files": [
+                    {"path": one.path, "size": one.size, "log": one.log}
+                    for one in files.values()
+                    if not carried.below(one.path, paths)
+                ],
+                "libraries": [{"path": path, "size": size} for path, size in sorted(libraries.items())],
+                "timings": dict(timings),
+            },
+        )
+        record["bytes"] = manifest["total"]
+
+    # -- back at the source
+
+    def _undo(self, path: Path, record: dict[str, Any]) -> str:
+        """Let the work go on at its source, and forget its artefact; how it is then."""
+        service = self._service(record["unit"])
+        size = sum(one["rss"] + one["gpu_bytes"] for one in record["members"])
+
+        def ask(action: str, pids: list[int], pairs: dict[str, str]) -> list[dict[str, Any]]:
+            return list(self._driver(action, pids, self._limits.by_size(size), pairs).values())
+
+        states = suspend.run_again(record, ask)
+        with contextlib.suppress(ServiceError):
+            service.unguard()
+        service.disarm()
+        with contextlib.suppress(artefact.ArtefactError):
+            artefact.remove(self._store, record["artefact"])
+        alive = suspend.same(record["members"], self._proc)
+        whole = len(alive) == len(record["members"]) and all(state == suspend.RUNNING for state in states.values())
+        source = SOURCE_RUNNING if whole else SOURCE_LOST
+        record.update(state=ABORTED, source=source, states={str(pid): state for pid, state in states.items()})
+        with contextlib.suppress(
+            OSError
+        ):  # on a full disk the timer is gone and the work runs: nothing is left to record
+            suspend.write_record(path, record)
+        return source
+
+    def abort(self, work: Work) -> str:
+        with self._held(work) as (path, record):
+            if record.get("state") not in (suspend.FROZEN, suspend.PUBLISHED, suspend.THAWED):
+                return str(record.get("source", SOURCE_GONE if record.get("state") == COMMITTED else SOURCE_RUNNING))
+            return self._undo(path, record)
+
+    def commit(self, work: Work, target: str) -> str:
+        with self._held(work) as (path, record):
+            state = record.get("state")
+            if state in (COMMITTED, COMMITTING) and record.get("target") != target:
+                raise self._failed(
+                    work,
+                    "policy",
+                    "commit",
+                    f"it was given to {record.get('target')}",
+                    f"not given to anybody but {target}",
+                    f"cat {path}",
+                    SOURCE_GONE,
+                )
+            if state == COMMITTED:
+                return SOURCE_GONE
+            if state == suspend.PUBLISHED and not self._gone_or_still(record):
+                state = suspend.THAWED
+            if state not in (suspend.PUBLISHED, COMMITTING):
+                went_on = state == suspend.THAWED
+                raise self._failed(
+                    work,
+                    "policy",
+                    "commit",
+                    "it was let go on meanwhile, so what was saved is out of date"
+                    if went_on
+                    else f"its record says {state}",
+                    "work that stands still since it was saved",
+                    f"cat {path}",
+                )
+            service = self._service(record["unit"])
+            record.update(state=COMMITTING, target=target)
+            suspend.write_record(path, record)
+            try:
+                service.disarm()
+                service.moved.place([record["unit"]])
+                service.guard()
+                service.end(lambda: suspend.same(record["members"], self._proc), 60.0)
+                service.reset()
+                service.unguard()
+            except (ServiceError, OSError) as exc:
+                raise self._failed(
+                    work,
+                    "lost_source",
+                    "commit",
+                    str(exc),
+                    "its processes gone",
+                    f"systemctl status {record['unit']}",
+                    SOURCE_FROZEN,
+                ) from exc
+            record.update(state=COMMITTED, committed_at=self._now())
+            suspend.write_record(path, record)
+            return SOURCE_GONE
+
+    def _gone_or_still(self, record: Mapping[str, Any]) -> bool:
+        """Whether nothing of the work has run since it was published: what is left of it stands still."""
+        return all(suspend.stands_still(pid, self._proc) for pid in suspend.same(record["members"], self._proc))
+
+    def reassign(self, work: Work, target: str) -> None:
+        """Give a committed save to another target; for whoever has proven that it does not run at the first."""
+        with self._held(work) as (path, record):
+            if record.get("state") != COMMITTED:
+                raise self._failed(
+                    work,
+                    "policy",
+                    "commit",
+                    f"its record says {record.get('state')}",
+                    "work that was ended here",
+                    f"cat {path}",
+                )
+            record.update(target=target)
+            suspend.write_record(path, record)

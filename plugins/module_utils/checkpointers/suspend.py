@@ -1,0 +1,361 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Suspend processes that use CUDA and let them go on, through the checkpoint calls of the NVIDIA driver.
+
+This file is also copied to the node and run there by itself, so it imports nothing but the standard library:
+
+- as the child that enters the driver (``suspend.py ACTION PID...``): a call that hangs is then a child to be ended;
+- by the dead-man timer (``suspend.py thaw RECORD``): a controller that disappears must not leave work frozen for ever.
+
+The calls are cuCheckpointProcess* of libcuda (driver 570 and later), or ``cuda-checkpoint`` where a driver has only
+that (555 and later). They act on another process, which needs root or the right to trace it.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
+NO_CUDA, BUSY, UNKNOWN = "none", "busy", "unknown"
+STATES = (RUNNING, LOCKED, CHECKPOINTED, FAILED, BUSY, BUSY)
+"""By the number cuCheckpointProcessGetState answers; 4 and 5 (checkpointing, restoring) came with CUDA 13.4."""
+
+NOT_INITIALIZED, OUT_OF_MEMORY, NOT_READY, NOT_SUPPORTED = 3, 2, 600, 801
+NO_CALL = -1
+"""Code for a driver that has neither the calls nor the command."""
+
+FROZEN, PUBLISHED, THAWED = "frozen", "published", "thawed"
+"""States of a record in which its processes stand still, and the one a thaw leaves behind."""
+
+
+class _LockArgs(ctypes.Structure):
+    _fields_ = [("timeout_ms", ctypes.c_uint), ("reserved0", ctypes.c_uint), ("reserved1", ctypes.c_uint64 * 7)]
+
+
+class _Pair(ctypes.Structure):
+    _fields_ = [("old", ctypes.c_ubyte * 16), ("new", ctypes.c_ubyte * 16)]
+
+
+class _RestoreArgs(ctypes.Structure):
+    _fields_ = [
+        ("pairs", ctypes.POINTER(_Pair)),
+        ("count", ctypes.c_uint),
+        ("reserved", ctypes.c_char * (64 - ctypes.sizeof(ctypes.c_void_p) - ctypes.sizeof(ctypes.c_uint))),
+    ]
+
+
+def uuid_bytes(uuid: str) -> bytes:
+    """``GPU-5ca1ab1e-…`` as 16 bytes; :raises ValueError: if it is no UUID of a GPU."""
+    digits = uuid[len("GPU-") :].replace("-", "") if uuid.startswith("GPU-") else ""
+    if len(digits) != 32:
+        raise ValueError(f"{uuid!r} is not the UUID of a GPU")
+    return bytes.fromhex(digits)
+
+
+class Library:
+    """The calls in libcuda. A process that is not initialised is not by itself told from one without CUDA: the real
+    driver says 3 for both, so the caller is initialised once and asks again."""
+
+    def __init__(self, name: str = "libcuda.so.1") -> None:
+        self._cuda = ctypes.CDLL(name)
+        self._cuda.cuCheckpointProcessRestore  # noqa: B018 - AttributeError for a driver that has no such call
+        self._initialised = False
+        self._guard = threading.Lock()
+
+    def _call(self, function: str, *args: Any) -> int:
+        code = int(getattr(self._cuda, function)(*args))
+        if code == NOT_INITIALIZED and self._initialise():
+            code = int(getattr(self._cuda, function)(*args))
+        return code
+
+    def _initialise(self) -> bool:
+        with self._guard:
+            first = not self._initialised
+            if first:
+                self._initialised = self._cuda.cuInit(0) == 0
+            return self._initialised
+
+    def thread(self, pid: int) -> tuple[int, int | None]:
+        tid = ctypes.c_int()
+        code = self._call("cuCheckpointProcessGetRestoreThreadId", ctypes.c_int(pid), ctypes.byref(tid))
+        return code, tid.value if code == 0 else None
+
+    def state(self, pid: int) -> tuple[int, str]:
+        value = ctypes.c_int(-1)
+        code = self._call("cuCheckpointProcessGetState", ctypes.c_int(pid), ctypes.byref(value))
+        if code:
+            return code, NO_CUDA if code == NOT_INITIALIZED else UNKNOWN
+        return 0, STATES[value.value] if 0 <= value.value < len(STATES) else UNKNOWN
+
+    def lock(self, pid: int, timeout: float) -> int:
+        args = _LockArgs(max(1, int(timeout * 1000)))
+        return self._call("cuCheckpointProcessLock", ctypes.c_int(pid), ctypes.byref(args))
+
+    def checkpoint(self, pid: int) -> int:
+        reserved = (ctypes.c_uint64 * 8)()
+        return self._call("cuCheckpointProcessCheckpoint", ctypes.c_int(pid), ctypes.byref(reserved))
+
+    def restore(self, pid: int, pairs: dict[str, str]) -> int:
+        args = _RestoreArgs()
+        table = (_Pair * len(pairs))()
+        for row, (old, new) in zip(table, pairs.items()):
+            row.old[:] = list(uuid_bytes(old))
+            row.new[:] = list(uuid_bytes(new))
+        if pairs:
+            args.pairs, args.count = table, len(pairs)
+        self._initialise()  # or the GPUs must be in persistence mode
+        return self._call("cuCheckpointProcessRestore", ctypes.c_int(pid), ctypes.byref(args))
+
+    def unlock(self, pid: int) -> int:
+        reserved = (ctypes.c_uint64 * 8)()
+        return self._call("cuCheckpointProcessUnlock", ctypes.c_int(pid), ctypes.byref(reserved))
+
+
+class Command:
+    """The same through NVIDIA's command, which tells failures in words only: any is code 304 here."""
+
+    NAME = "cuda-checkpoint"
+
+    def __init__(self, name: str = NAME) -> None:
+        self._name = name
+        shown = subprocess.run([name, "--help"], capture_output=True, text=True, timeout=30, check=False)
+        if "--action" not in shown.stdout + shown.stderr:
+            raise OSError(f"{name} has no --action: this driver can only toggle, which is not safe to repeat")
+
+    def _run(self, *words: str) -> tuple[int, str]:
+        done = subprocess.run([self._name, *words], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return 0, done.stdout.strip().lower()
+        said = (done.stdout + done.stderr).lower()
+        if "initialization error" in said:
+            return NOT_INITIALIZED, said
+        return (NOT_SUPPORTED if "not supported" in said else OUT_OF_MEMORY if "out of memory" in said else 304), said
+
+    def thread(self, pid: int) -> tuple[int, int | None]:
+        code, said = self._run("--get-restore-tid", "--pid", str(pid))
+        return code, int(said) if code == 0 and said.isdigit() else None
+
+    def state(self, pid: int) -> tuple[int, str]:
+        code, said = self._run("--get-state", "--pid", str(pid))
+        if code:
+            return code, NO_CUDA if code == NOT_INITIALIZED else UNKNOWN
+        return 0, said if said in STATES else UNKNOWN
+
+    def lock(self, pid: int, timeout: float) -> int:
+        return self._run("--action", "lock", "--pid", str(pid), "--timeout", str(max(1, int(timeout * 1000))))[0]
+
+    def checkpoint(self, pid: int) -> int:
+        return self._run("--action", "checkpoint", "--pid", str(pid))[0]
+
+    def restore(self, pid: int, pairs: dict[str, str]) -> int:
+        table = ["--device-map", ",".join(f"{old}={new}" for old, new in pairs.items())] if pairs else []
+        return self._run("--action", "restore", "--pid", str(pid), *table)[0]
+
+    def unlock(self, pid: int) -> int:
+        return self._run("--action", "unlock", "--pid", str(pid))[0]
+
+
+def driver() -> Any:
+    """The library, or else the command; :raises OSError: if this driver has neither."""
+    try:
+        return Library()
+    except (OSError, AttributeError) as exc:
+        try:
+            return Command()
+        except OSError as other:
+            raise OSError(f"libcuda: {exc}; cuda-checkpoint: {other}") from other
+
+
+Said = dict[str, Any]
+"""What became of one process: pid, code (0 is success, CUDA's else), state, and tid for ``look``."""
+
+
+def act(calls: Any, action: str, pid: int, timeout: float, pairs: dict[str, str]) -> Said:
+    """One action on one process; the state is read afterwards, for a code alone proves nothing."""
+    tid = None
+    if action == "look":
+        code, tid = calls.thread(pid)
+        if code:
+            return {"pid": pid, "code": code, "state": NO_CUDA if code == NOT_INITIALIZED else UNKNOWN, "tid": None}
+    elif action == "lock":
+        code = calls.lock(pid, timeout)
+    elif action == "checkpoint":
+        code = calls.checkpoint(pid)
+    elif action == "restore":
+        code = calls.restore(pid, pairs)
+    else:
+        code = calls.unlock(pid)
+    seen, state = calls.state(pid)
+    return {"pid": pid, "code": code, "state": state if seen == 0 else UNKNOWN, "tid": tid}
+
+
+def act_on_all(
+    action: str, pids: list[int], timeout: float, pairs: dict[str, str], say: Callable[[Said], None]
+) -> None:
+    """The action on every process at the same time; each answer is said as soon as it is there."""
+    try:
+        calls = driver()
+    except OSError as exc:
+        for pid in pids:
+            say({"pid": pid, "code": NO_CALL, "state": UNKNOWN, "tid": None, "error": str(exc)})
+        return
+    guard = threading.Lock()
+
+    def one(pid: int) -> None:
+        said = act(calls, action, pid, timeout, pairs)
+        with guard:
+            say(said)
+
+    threads = [threading.Thread(target=one, args=(pid,), daemon=True) for pid in pids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+# --- the record of a workload that stands still ----------------------------------------------------------------------
+
+
+def start_of(pid: int, proc: str = "/proc") -> int | None:
+    """When a process was started, in clock ticks since boot; None if it is gone or a zombie."""
+    try:
+        text = Path(proc, str(pid), "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def stands_still(pid: int, proc: str = "/proc") -> bool:
+    """Whether a process is stopped by a signal (state T)."""
+    try:
+        text = Path(proc, str(pid), "stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return text[text.rindex(")") + 2] == "T"
+
+
+def same(members: list[Said], proc: str = "/proc") -> list[int]:
+    """PIDs of the members that are still the processes they were."""
+    return [int(one["pid"]) for one in members if start_of(int(one["pid"]), proc) == one["start"]]
+
+
+@contextlib.contextmanager
+def held(path: Path, timeout: float = 30.0) -> Any:
+    """Hold a record for a change; whoever stops, thaws or ends the work holds it meanwhile.
+
+    :raises TimeoutError: if somebody else holds it for longer.
+    """
+    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"another process has held {path}.lock for {timeout:.0f} s") from None
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(descriptor, "w") as stream:
+        json.dump(record, stream, indent=1, sort_keys=True)
+        stream.flush()
+        os.fsync(stream.fileno())
+    Path(name).replace(path)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record, empty if there is none; :raises ValueError: if it is damaged."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return {}
+
+
+def run_again(record: dict[str, Any], ask: Callable[..., list[Said]]) -> dict[int, str]:
+    """Let the processes of a record go on from wherever they are; their states afterwards.
+
+    ``ask(action, pids, pairs)`` enters the driver. The threads must run before the driver can be asked for anything.
+    """
+    alive = same(record["members"])
+    for pid in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    cuda = [int(one["pid"]) for one in record["members"] if one.get("cuda") and int(one["pid"]) in alive]
+    states = {said["pid"]: said["state"] for said in ask("look", cuda, {})} if cuda else {}
+    for action, state in (("restore", CHECKPOINTED), ("unlock", LOCKED)):
+        pids = [pid for pid in cuda if states.get(pid) == state]
+        if pids:
+            states.update({said["pid"]: said["state"] for said in ask(action, pids, {})})
+    return {pid: states.get(pid, UNKNOWN) for pid in cuda}
+
+
+def tidy(record: dict[str, Any]) -> None:
+    """Take away the drop-in that kept the service manager from acting on the stopped unit."""
+    drop_in = record.get("drop_in")
+    if drop_in and Path(drop_in).exists():
+        Path(drop_in).unlink()
+        with contextlib.suppress(OSError):
+            Path(drop_in).parent.rmdir()
+        subprocess.run(["systemctl", "daemon-reload"], timeout=120, check=False)
+
+
+def thaw(path: Path) -> str:
+    """What the dead-man timer does: let work that still stands go on; says what it did."""
+    with held(path, 600):
+        record = read_record(path)
+        if record.get("state") not in (FROZEN, PUBLISHED):
+            return f"nothing to do: {path} is {record.get('state', 'gone')}"
+
+        def ask(action: str, pids: list[int], pairs: dict[str, str]) -> list[Said]:
+            said: list[Said] = []
+            act_on_all(action, pids, 10.0, pairs, said.append)
+            return said
+
+        states = run_again(record, ask)
+        tidy(record)
+        record.update(state=THAWED, thawed_at=time.time(), thawed_states={str(k): v for k, v in states.items()})
+        write_record(path, record)
+        wrong = {pid: state for pid, state in states.items() if state != RUNNING}
+        return f"let {record['workload']} go on" + (f", but {wrong}" if wrong else "")
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["thaw"]:
+        print(thaw(Path(argv[1])), flush=True)
+        return 0
+    action, options = argv[0], json.loads(argv[1])
+    pids = [int(word) for word in argv[2:] if re.fullmatch(r"\d+", word)]
+
+    def say(said: Said) -> None:
+        print(json.dumps(said), flush=True)
+
+    act_on_all(action, pids, float(options.get("timeout", 10)), dict(options.get("pairs", {})), say)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

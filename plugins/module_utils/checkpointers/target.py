@@ -1,0 +1,451 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Where work comes back.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import (
+    artefact,
+    carried,
+    facts,
+    suspend,
+    tree,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
+    SOURCE_FROZEN,
+    SOURCE_GONE,
+    CheckpointError,
+    Work,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import (
+    FAILED,
+    FORMAT,
+    MIB,
+    PREPARED,
+    RUNNING,
+    STARTING,
+    UNLOCKING,
+    UNPACKING,
+    Common,
+    criu_errors,
+    short,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
+
+_MAP_SINCE = 580
+"""The first driver branch whose restore takes a map from old to new GPUs."""
+
+
+class Target(Common):
+    """The end of a move at which the work comes back to life and is proven to go on."""
+
+    def prepare(self, work: Work, artefact_id: str) -> dict[str, Any]:
+        """See that a save is whole and can be restored here, and keep the place; nothing is started.
+
+        :raises CheckpointError: with the first thing that speaks against it.
+        """
+        with self._held(work, "restores") as (path, record):
+            if record.get("artefact") == artefact_id and record.get("state") in (STARTING, UNLOCKING, RUNNING):
+                return record
+            manifest = self._whole(work, artefact_id)
+            self._fits(work, manifest)
+            with suspend.held(path.parent / "places", 60.0):  # two that come at once must not be promised one GPU
+                record = {
+                    "state": PREPARED,
+                    "workload": work.name,
+                    "unit": manifest["workload"]["unit"],
+                    "artefact": artefact_id,
+                    "members": manifest["members"],
+                    "home": manifest["node"],
+                    "declared": manifest["workload"]["declared"],
+                    "map": self._map(work, manifest, path),
+                    "at": self._now(),
+                    "checked": self._stamp(artefact_id, manifest),
+                }
+                suspend.write_record(path, record)
+            return record
+
+    def compare(self, work: Work, artefact_id: str) -> None:
+        """:meth:`prepare`, but nothing is kept."""
+        manifest = self._whole(work, artefact_id)
+        self._fits(work, manifest)
+        self._map(work, manifest, self.record_path(work.name, "restores"))
+
+    def _whole(self, work: Work, artefact_id: str) -> dict[str, Any]:
+        try:
+            manifest = artefact.read(self._store, artefact_id)
+            wrong = artefact.verify(self._store, artefact_id)
+        except (artefact.ArtefactError, OSError) as exc:
+            raise self._failed(
+                work, "hash_mismatch", "fetch", str(exc), "a whole artefact", f"ls -l {self._store}", SOURCE_FROZEN
+            ) from exc
+        if wrong:
+            raise self._failed(
+                work,
+                "hash_mismatch",
+                "fetch",
+                "; ".join(wrong[:3]),
+                "what was published",
+                f"ls -l {self._store}/{artefact_id}",
+                SOURCE_FROZEN,
+            )
+        return manifest
+
+    def _stamp(self, artefact_id: str, manifest: Mapping[str, Any]) -> list[list[Any]]:
+        """Size and time of every file, by which a change after the check is seen."""
+        root = artefact.place(self._store, artefact_id)
+        found = [(file["path"], (root / file["path"]).stat()) for file in manifest["files"]]
+        return [[name, about.st_size, about.st_mtime_ns, about.st_ino] for name, about in found]
+
+    def _fits(self, work: Work, manifest: Mapping[str, Any]) -> None:
+        """Everything that must agree between the save and this node; what cannot be compared does not agree."""
+
+        def refuse(reason: str, observed: str, expected: str, command: str, pid: int | None = None) -> None:
+            raise self._failed(work, reason, "place", observed, expected, command, SOURCE_FROZEN, pid)
+
+        if manifest["backend"].get("format") != FORMAT:
+            refuse(
+                "key_mismatch:backend", str(manifest["backend"].get("format")), FORMAT, "use the release that saved it"
+            )
+        for lack in self.probe():
+            refuse(lack.reason, lack.observed, lack.expected, lack.next)
+        offered = facts.node_facts(self._observe(), self._run, self._criu, self._proc, self._sys)
+        for one in self._differences(manifest["key"], offered) if self._differences else ():
+            refuse(f"key_mismatch:{one.field}", str(one), "the same on both nodes", "gpufleet.driver.checkpoint_info")
+        service = self._service(manifest["workload"]["unit"])
+        shown = service.show()
+        if shown.get("ActiveState") not in ("inactive", "failed", None):
+            refuse(
+                "policy",
+                f"{service.unit} is {shown.get('ActiveState')} here",
+                "a unit that does not run here",
+                f"systemctl status {service.unit}",
+            )
+        taken = tree.taken((one for member in manifest["members"] for one in member["ids"] if one), self._proc)
+        if taken:
+            pid, name = next(iter(taken.items()))
+            refuse("key_mismatch:pids", f"PID {pid} is {name} here", "every PID of the work free", f"ps -fp {pid}", pid)
+        for kind, exact in (("open_files", False), ("libraries", True)):
+            for one in manifest[kind]:
+                try:
+                    size = Path(one["path"]).stat().st_size
+                except OSError:
+                    size = -1
+                if size != one["size"] and not (size >= 0 and not exact and one.get("log")):
+                    found = "is not here" if size < 0 else f"has {size} bytes"
+                    refuse(
+                        f"key_mismatch:{kind}", f"{one['path']} {found}", f"{one['size']} bytes", f"ls -l {one['path']}"
+                    )
+        needed = sum(member["rss"] + member["gpu_bytes"] for member in manifest["members"])
+        available = tree.memory_available(self._proc)
+        if available < needed:
+            refuse("insufficient_host_ram", f"{available // MIB} MiB free", f"{needed // MIB} MiB", "free -m")
+
+    def _map(self, work: Work, manifest: Mapping[str, Any], path: Path) -> dict[str, str]:
+        """Which GPU here takes the part of each GPU there: all that the kernel showed, as the driver wants it.
+
+        Those the work uses come first, each to the same GPU if it is here, else to a free one; the rest by position.
+        """
+
+        def refuse(reason: str, observed: str, expected: str) -> None:
+            raise self._failed(work, reason, "place", observed, expected, "nvidia-smi", SOURCE_FROZEN)
+
+        before = manifest["gpus"]
+        here = facts.gpu_order(self._observe())
+        if len(here) != len(before):
+            refuse("key_mismatch:topology", f"{len(here)} GPUs here", f"{len(before)} GPUs as where it was saved")
+        used = {uuid for member in manifest["members"] for uuid in member["gpus"]}
+        busy = {here[gpu]["uuid"] for one in self._usage().values() for gpu in one.gpus} | self._claimed(path)
+        free = [gpu for gpu in here if gpu["uuid"] not in busy]
+        chosen: dict[str, str] = {}
+        for gpu in sorted(before, key=lambda one: one["uuid"] not in used):
+            wanted = gpu["uuid"]
+            need = sum(member["gpu_bytes"] for member in manifest["members"] if wanted in member["gpus"])
+            open_here = [one for one in (free if wanted in used else here) if one["uuid"] not in chosen.values()]
+            same = [one for one in open_here if one["uuid"] == wanted]
+            fitting = [one for one in same or open_here if one["total"] - one["used"] >= need]
+            if not fitting:
+                refuse(
+                    "insufficient_gpu_memory",
+                    f"no free GPU takes {wanted}",
+                    f"a GPU with {need // MIB} MiB free and no work on it",
+                )
+            chosen[wanted] = fitting[0]["uuid"]
+        if all(old == new for old, new in chosen.items()):
+            return {}
+        driver = str(manifest["key"].get("driver") or "0")
+        if int(driver.split(".")[0]) < _MAP_SINCE:
+            moved = next(f"{old} to {new}" for old, new in chosen.items() if old != new)
+            refuse(
+                "key_mismatch:gpu_uuid",
+                f"it would move from {moved} under driver {driver}",
+                f"the same UUIDs, or driver {_MAP_SINCE} or later",
+            )
+        return chosen
+
+    def _claimed(self, own: Path) -> set[str]:
+        """GPUs that other restores on this node have been promised and do not hold yet."""
+        claimed: set[str] = set()
+        for path in own.parent.glob("*.json"):
+            if path == own:
+                continue
+            with contextlib.suppress(ValueError, OSError):
+                record = suspend.read_record(path)
+                if (
+                    record.get("state") in (PREPARED, STARTING, UNLOCKING)
+                    and self._now() - record["at"] < self._limits.freeze
+                ):
+                    had = {uuid for member in record["members"] for uuid in member["gpus"]}
+                    claimed.update(record["map"].get(uuid, uuid) for uuid in had)
+        return claimed
+
+    def restore(self, work: Work, artefact_id: str) -> dict[str, Any]:
+        with self._held(work, "restores") as (path, record):
+            if record.get("artefact") != artefact_id or record.get("state") in (None, FAILED):
+                raise self._failed(
+                    work,
+                    "policy",
+                    "restore",
+                    f"{path} says {record.get('state', 'nothing')} of {record.get('artefact')}",
+                    f"{artefact_id} prepared here",
+                    f"cat {path}",
+                    SOURCE_GONE,
+                )
+            if record["state"] == RUNNING:
+                return {**self._verify(work, record, settle=0.0), "changed": False}
+            manifest = artefact.read(self._store, artefact_id)
+            if self._stamp(artefact_id, manifest) != record["checked"]:
+                manifest = self._whole(work, artefact_id)
+            service = self._service(record["unit"])
+            mark = time.monotonic()
+            timings: dict[str, float] = {}
+            try:
+                alive = self._there(record, service) if record.get("restored") else []
+                if record["state"] == UNLOCKING and not alive:
+                    raise self._failed(
+                        work,
+                        "restore_failed",
+                        "restore",
+                        "it was restored and let go on, and is gone",
+                        "a running service",
+                        f"journalctl -u {record['unit']}",
+                        SOURCE_GONE,
+                    )
+                if len(alive) != len(record["members"]):
+                    self._restart(work, service, path, record, manifest)
+                timings["restore"] = round(time.monotonic() - mark, 3)
+                self._wake(work, path, record)
+                timings["cuda"] = round(time.monotonic() - mark - timings["restore"], 3)
+                service.settle()
+                evidence = self._verify(work, record, self._limits.settle)
+            except (CheckpointError, ServiceError, OSError, artefact.ArtefactError) as exc:
+                self._give_up(path, record, service)
+                if isinstance(exc, CheckpointError):
+                    raise CheckpointError(replace(exc.reason, source=SOURCE_GONE)) from exc
+                raise self._failed(
+                    work,
+                    "restore_failed",
+                    "restore",
+                    str(exc),
+                    "success",
+                    f"systemctl status {record['unit']}",
+                    SOURCE_GONE,
+                ) from exc
+            record.update(state=RUNNING, timings=timings, since=self._now())
+            suspend.write_record(path, record)
+            return {**evidence, "timings": timings, "changed": True}
+
+    def _restart(
+        self, work: Work, service: Service, path: Path, record: dict[str, Any], manifest: Mapping[str, Any]
+    ) -> None:
+        """Images to processes, as the unit's own; what an interrupted attempt left is ended first."""
+        if record["state"] == STARTING:
+            self._stop(record, service)
+        record.update(state=STARTING, restored=False)
+        suspend.write_record(path, record)
+        self._unpack(work, path, record, manifest)
+        if service.show().get("LoadState") == "not-found":
+            service.adopt(manifest["workload"]["fragment"])
+        size = sum(member["rss"] + member["gpu_bytes"] for member in manifest["members"])
+        seconds = 3 * self._limits.by_size(size) + 60
+        place = Path("/run/gpufleet") / record["artefact"]
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        pid_file = place / "main.pid"
+        pid_file.unlink(missing_ok=True)
+        images = artefact.place(self._store, record["artefact"]) / "images"
+        argv = [
+            self._full_path(),
+            "restore",
+            "--images-dir",
+            str(images),
+            "--work-dir",
+            str(place),
+            "--log-file",
+            "restore.log",
+            "--restore-detached",
+            "--pidfile",
+            str(pid_file),
+            *self._criu_options(),
+        ]
+        for inode in manifest["journal_sockets"]:
+            argv += ["--inherit-fd", f"fd[1]:socket:[{inode}]"]
+        done = service.start_from(argv, pid_file, record["members"][0]["comm"], seconds)
+        if not done.ok:
+            timed_out = done.timed_out or service.show().get("Result") == "timeout"
+            raise self._failed(
+                work,
+                "restore_timeout" if timed_out else "restore_failed",
+                "restore",
+                f"{short(done)}; {criu_errors(place / 'restore.log')}",
+                f"its processes back within {seconds:.0f} s",
+                f"journalctl -u {service.unit}",
+                SOURCE_GONE,
+            )
+        members = []
+        for member in record["members"]:
+            start = suspend.start_of(member["pid"], self._proc)
+            if start is None:
+                raise self._failed(
+                    work,
+                    "restore_failed",
+                    "restore",
+                    f"PID {member['pid']} {member['comm']} is not there",
+                    "every process back",
+                    f"cat {place}/restore.log",
+                    SOURCE_GONE,
+                    member["pid"],
+                )
+            members.append({**member, "start": start})
+        record.update(members=members, restored=True)
+        suspend.write_record(path, record)
+
+    def _full_path(self) -> str:
+        return shutil.which(self._criu) or self._criu
+
+    def _unpack(self, work: Work, path: Path, record: dict[str, Any], manifest: Mapping[str, Any]) -> None:
+        try:
+            carried.unpack(
+                artefact.place(self._store, record["artefact"]),
+                manifest["paths"],
+                record.setdefault("aside", []),
+                f"before-{record['artefact']}",
+                lambda: suspend.write_record(path, record),
+            )
+        except carried.CarriedError as exc:
+            raise self._failed(
+                work, "hash_mismatch", "files", str(exc), "only the declared paths", f"ls -l {self._store}", SOURCE_GONE
+            ) from exc
+
+    def _wake(self, work: Work, path: Path, record: dict[str, Any]) -> None:
+        """Bring every CUDA process to running from wherever it is, all restored before any is unlocked."""
+        cuda = [member["pid"] for member in record["members"] if member["cuda"]]
+        size = sum(member["rss"] + member["gpu_bytes"] for member in record["members"])
+        states = self._states(cuda)
+        asleep = [pid for pid in cuda if states[pid] == suspend.CHECKPOINTED]
+        self._phase(work, "restore", asleep, suspend.LOCKED, self._limits.by_size(size), record["map"])
+        record.update(state=UNLOCKING)
+        suspend.write_record(path, record)
+        locked = [pid for pid in cuda if states[pid] in (suspend.CHECKPOINTED, suspend.LOCKED)]
+        self._phase(work, "unlock", locked, suspend.RUNNING, self._limits.look)
+
+    def _stop(self, record: Mapping[str, Any], service: Service) -> None:
+        """End what there is of a restored work."""
+        service.end(lambda: self._there(record, service), 60.0)
+        service.reset()
+
+    def _there(self, record: Mapping[str, Any], service: Service) -> list[int]:
+        """PIDs of a restored work; before its start times are known, whatever is in its unit."""
+        if record.get("restored"):
+            return suspend.same(record["members"], self._proc)
+        return tree.pids_of(service.show().get("ControlGroup", ""), self._sys)
+
+    def _give_up(self, path: Path, record: dict[str, Any], service: Service) -> None:
+        """A half restored work is worse than none: end it, and put back the files it displaced."""
+        was = record["state"]
+        with contextlib.suppress(ServiceError):
+            if was != PREPARED:
+                service.guard()
+                self._stop(record, service)
+                service.unguard()
+        with contextlib.suppress(ServiceError):
+            service.settle()
+        carried.undo(record.get("aside", ()))
+        if was == UNPACKING:
+            service.moved.place([service.unit])  # it goes on where it was
+        record.update(state=FAILED, ran=was in (UNLOCKING, RUNNING), aside=[])
+        with contextlib.suppress(OSError):
+            suspend.write_record(path, record)
+
+    def absent(self, work: Work, also_running: bool = False) -> dict[str, Any]:
+        """See that a work that was to be restored here does not run here, ending what there is of it.
+
+        One that was restored and proven is only ended with ``also_running``. ``ran`` says whether it had been let go
+        on, so that a restore elsewhere would repeat what it did.
+        """
+        with self._held(work, "restores") as (path, record):
+            state = record.get("state")
+            begun = state in (PREPARED, STARTING, UNLOCKING, UNPACKING)
+            if begun or (state == RUNNING and also_running):
+                self._give_up(path, record, self._service(record["unit"]))
+                return {"changed": True, "runs": False, "ran": bool(record["ran"])}
+            alive = state == RUNNING and bool(self._there(record, self._service(record["unit"])))
+            return {"changed": False, "runs": alive, "ran": bool(record.get("ran")) or state == RUNNING}
+
+    # -- proof
+
+    def verify(self, work: Work) -> dict[str, Any]:
+        with self._held(work, "restores") as (dummy, record):
+            return self._verify(work, record, self._limits.settle)
+
+    def _verify(self, work: Work, record: Mapping[str, Any], settle: float) -> dict[str, Any]:
+        """Alive, computing as the driver and NVML see it, doing what it is for, and still so a while later."""
+
+        def wrong(observed: str, expected: str, command: str, pid: int | None = None) -> CheckpointError:
+            return self._failed(work, "verify_failed", "verify", observed, expected, command, SOURCE_GONE, pid)
+
+        cuda = [member["pid"] for member in record["members"] if member["cuda"]]
+        steps: list[float] = []
+        listed: set[int] = set()
+        for pause in (settle, 0.0) if settle else (0.0,):
+            for member in record["members"]:
+                pid = member["pid"]
+                if suspend.start_of(pid, self._proc) != member["start"]:
+                    raise wrong(
+                        f"PID {pid} {member['comm']} is gone",
+                        "every process alive",
+                        f"journalctl -u {record['unit']}",
+                        pid,
+                    )
+                if suspend.stands_still(pid, self._proc):
+                    raise wrong(f"PID {pid} is stopped", "every process running", f"ps -o pid,stat -p {pid}", pid)
+            for pid, state in self._states(cuda).items():
+                if state != suspend.RUNNING:
+                    raise wrong(
+                        f"CUDA says PID {pid} is {state}", "running", f"cuda-checkpoint --get-state --pid {pid}", pid
+                    )
+            listed = set(self._usage())
+            absent = [member["pid"] for member in record["members"] if member["gpus"] and member["pid"] not in listed]
+            if absent:
+                raise wrong(f"NVML does not list PID {absent[0]}", "the process on its GPU", "nvidia-smi", absent[0])
+            steps += self._progress(work)
+            if pause:
+                self._sleep(pause)
+        if len(steps) > 1 and steps[-1] <= steps[0]:
+            raise wrong(
+                f"progress stayed at {steps[0]:g} for {settle:.0f} s",
+                "a number that grows",
+                " ".join(work.save["progress"]),
+            )
+        return {"pids": [member["pid"] for member in record["members"]], "progress": steps, "nvml": sorted(listed)}

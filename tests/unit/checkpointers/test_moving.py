@@ -1,0 +1,448 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The order of a move, played with nodes that remember what the real ones remember: whatever happens after whichever
+call, work is never running twice and never neither running nor saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import moving
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.moving import (
+    COLD,
+    MOVED,
+    SAVED,
+    STAYED,
+    UNKNOWN,
+    Move,
+    NodeLost,
+    Terms,
+)
+
+
+class Crash(BaseException):
+    """The controller ends here."""
+
+
+@dataclass
+class Node:
+    """What a node knows: work that runs, saves in its store, records of both sides."""
+
+    facts: dict[str, str] = field(default_factory=lambda: {"driver": "580.95.05"})
+    lacks: tuple[str, ...] = ()
+    running: set[str] = field(default_factory=set)
+    frozen: set[str] = field(default_factory=set)
+    store: set[str] = field(default_factory=set)
+    saved: dict[str, dict[str, Any]] = field(default_factory=dict)
+    came: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lost: bool = False
+
+
+class World:
+    """Nodes, and what goes wrong on them: ``trouble`` maps (node, state asked for) to a reason."""
+
+    def __init__(self, **nodes: Node) -> None:
+        self.nodes = nodes
+        self.trouble: dict[tuple[str, str], str] = {}
+        self.dies_in: dict[tuple[str, str], bool] = {}
+        """(node, state asked for) → the node stops answering then; True: after having done it."""
+        self.calls: list[tuple[str, str]] = []
+        self.crash_after: int | None = None
+        self.steps_done_twice = 0
+        self.clock = 0.0
+
+    def check(self) -> None:
+        """The two promises, at this moment."""
+        for work in ("one", "two"):
+            places = [name for name, node in self.nodes.items() if work in node.running]
+            if len(places) > 1:
+                raise AssertionError(f"{work} runs on {places}")
+            known = any(work in node.running | node.frozen for node in self.nodes.values())
+            saved = any(f"save-{work}" in node.store for node in self.nodes.values())
+            if not known and not saved:
+                raise AssertionError(f"{work} is neither running nor saved")
+
+    def call(self, name: str, module: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        node = self.nodes[name]
+        state = str(options.get("state", module))
+        if node.lost:
+            raise NodeLost("no route to host")
+        self.calls.append((name, state))
+        dies = self.dies_in.pop((name, state), None)
+        if dies is False:
+            node.lost = True
+            raise NodeLost("connection reset")
+        told = self.do(node, module, state, options)
+        self.check()
+        if dies:
+            node.lost = True
+            raise NodeLost("connection reset")
+        if self.crash_after == len(self.calls):
+            raise Crash
+        return told
+
+    def do(self, node: Node, module: str, state: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        name = next(name for name, one in self.nodes.items() if one is node)
+        if module == "checkpoint_info":
+            return {
+                "facts": node.facts,
+                "backends": {"cuda_criu": {"lacks": [{"observed": lack} for lack in node.lacks]}},
+                "stopped": [{"workload": work, **record} for work, record in node.saved.items()],
+                "restored": [{"workload": work, **record} for work, record in node.came.items()],
+            }
+        if module == "checkpoint_fetch":
+            if (name, "fetch") in self.trouble:
+                return {"failed": True, "msg": self.trouble[name, "fetch"]}
+            source = self.nodes[str(options["source"])]
+            if source.lost:
+                raise NodeLost("source")
+            node.store.add(str(options["artefact"]))
+            return {"changed": True}
+        results = [self.one(name, node, state, options, work) for work in options["workloads"]]
+        if options.get("gang") and not all(one["ok"] for one in results):
+            for one in results:
+                if one["ok"]:
+                    self.ungang(node, state, str(one["workload"]))
+                    one.update(ok=False, reason=None, msg="its gang failed")
+        return {"workloads": results}
+
+    def ungang(self, node: Node, state: str, work: str) -> None:
+        if state == "captured":
+            self.thaw(node, work)
+        elif state == "restored":
+            node.running.discard(work)
+            node.came[work] = {"state": "failed", "ran": True}
+
+    def thaw(self, node: Node, work: str) -> None:
+        if work in node.frozen:
+            node.frozen.discard(work)
+            node.running.add(work)
+        node.saved[work] = {"state": "aborted"}
+        node.store.discard(f"save-{work}")
+
+    def one(self, name: str, node: Node, state: str, options: Mapping[str, Any], given: Any) -> dict[str, Any]:
+        work, save = given["name"], f"save-{given['name']}"
+        told: dict[str, Any] = {"workload": work, "ok": True, "reason": None}
+        record, came = node.saved.get(work, {}), node.came.get(work, {})
+        if (name, state) in self.trouble:
+            reason = self.trouble[name, state]
+            source = "frozen" if work in node.frozen else "running" if work in node.running else "gone"
+            if state == "restored":
+                node.came[work] = {"state": "failed", "ran": reason == "verify_failed"}
+            detail = {"reason": reason, "step": state, "observed": "o", "expected": "e", "next": "n", "source": source}
+            return {"workload": work, "ok": False, "source": source, "reason": detail, "msg": reason}
+        if state == "captured":
+            if given["save"].get("backend") == "hook":
+                return {**told, "source": "running", "artefact": "/save", "bytes": 1, "seconds": 1, "evidence": {}}
+            if record.get("state") == "committed":
+                return {
+                    **told,
+                    "source": "gone",
+                    "artefact": save,
+                    "bytes": 1,
+                    "seconds": 1,
+                    "target": record["target"],
+                }
+            if work not in node.running | node.frozen:
+                detail = {"reason": "lost_source", "step": "membership", "source": "gone"}
+                return {**told, "ok": False, "reason": detail, "msg": "not running"}
+            node.running.discard(work)
+            node.frozen.add(work)
+            node.store.add(save)
+            node.saved[work] = {"state": "published"}
+            return {**told, "source": "frozen", "artefact": save, "bytes": 1, "seconds": 1.0, "target": None}
+        if state == "committed":
+            if record.get("state") == "committed" and record["target"] != options["target"]:
+                raise AssertionError("given to two")
+            node.frozen.discard(work)
+            node.saved[work] = {"state": "committed", "target": options["target"]}
+            return {**told, "source": "gone"}
+        if state == "reassigned":
+            node.saved[work] = {"state": "committed", "target": options["target"]}
+            return {**told, "source": "gone"}
+        if state == "aborted":
+            self.thaw(node, work)
+            return {**told, "source": "running"}
+        if state == "returned":
+            if any(work in other.running for other in self.nodes.values() if other is not node):
+                raise AssertionError(f"{work} is started again while it runs elsewhere")
+            node.running.add(work)
+            node.saved[work] = {"state": "returned"}
+            if came.get("state") == "left":
+                node.came[work]["state"] = "running"
+            return {**told, "source": "running"}
+        if state == "prepared":
+            assert save in node.store
+            if came.get("state") != "running":
+                node.came[work] = {"state": "prepared"}
+            return told
+        if state == "restored":
+            if came.get("state") == "running":
+                return told
+            assert save in node.store
+            assert came.get("state") == "prepared", came
+            node.running.add(work)
+            node.came[work] = {"state": "running", "home": "home", "declared": {"save": {}, "unit": work}}
+            return told
+        if state == "absent":
+            if came.get("state") == "prepared":
+                node.came[work] = {"state": "failed", "ran": False}
+            return {
+                **told,
+                "runs": work in node.running,
+                "ran": bool(came.get("ran")) or came.get("state") == "running",
+            }
+        if state == "left":
+            node.running.discard(work)
+            node.store.add(save)
+            node.came[work]["state"] = "left"
+            return {**told, "artefact": save, "source": "gone"}
+        if state == "home":
+            assert save in node.store
+            node.running.add(work)
+            return told
+        assert state == "discarded"
+        node.store.discard(given["artefact"] or save)
+        if record.get("state") in ("committed", "aborted", "returned"):
+            node.saved.pop(work)
+        if came.get("state") in ("failed", "prepared", "left"):
+            node.came.pop(work)
+        return told
+
+
+def work(name: str, **save: Any) -> dict[str, Any]:
+    return {"name": name, "unit": f"{name}.service", "save": save, "artefact": ""}
+
+
+def move(world: World, **terms: Any) -> Move:
+    def differences(own: Mapping[str, Any], offer: Mapping[str, Any]) -> list[str]:
+        return [f"key_mismatch:{key} {own[key]} {offer[key]}" for key in own if own[key] != offer[key]]
+
+    def sleep(seconds: float) -> None:
+        world.clock += seconds
+
+    def say(dummy: str) -> None:
+        return None
+
+    return Move("home", world.call, Terms(**terms), differences, say, now=lambda: world.clock, sleep=sleep)
+
+
+def three(**changes: Node) -> World:
+    nodes = {"home": Node(running={"one", "two"}), "a": Node(), "b": Node(), **changes}
+    return World(**nodes)
+
+
+def how(outcomes: list[moving.Outcome]) -> list[tuple[str, str | None]]:
+    return [(one.how, one.to) for one in outcomes]
+
+
+BOTH = [work("one"), work("two")]
+
+
+def test_all_move_to_the_first_that_takes_them() -> None:
+    world = three()
+    assert how(move(world).away(BOTH, ["a", "b"])) == [(MOVED, "a"), (MOVED, "a")]
+    assert world.nodes["a"].running == {"one", "two"}
+    order = [state for name, state in world.calls if name in ("home", "a")]
+    assert order.index("prepared") < order.index("committed") < order.index("restored") < order.index("discarded")
+    assert world.nodes["home"].store == world.nodes["a"].store == set()
+
+
+ENDINGS: dict[str, tuple[dict[tuple[str, str], str], list[tuple[str, str | None]], str]] = {
+    "lock-times-out": ({("home", "captured"): "lock_timeout"}, [(STAYED, None)] * 2, "lock_timeout"),
+    "no-space-for-the-save": ({("home", "captured"): "insufficient_space"}, [(STAYED, None)] * 2, "insufficient_space"),
+    "a-flipped-byte-at-the-first": ({("a", "prepared"): "hash_mismatch"}, [(MOVED, "b")] * 2, "hash_mismatch"),
+    "the-key-differs-at-the-first": (
+        {("a", "prepared"): "key_mismatch:kernel"},
+        [(MOVED, "b")] * 2,
+        "key_mismatch:kernel",
+    ),
+    "the-copy-fails-everywhere": (
+        {("a", "fetch"): "full", ("b", "fetch"): "full"},
+        [(STAYED, None)] * 2,
+        "publish_failed",
+    ),
+    "no-place-at-any": (
+        {("a", "prepared"): "insufficient_gpu_memory", ("b", "prepared"): "insufficient_gpu_memory"},
+        [(STAYED, None)] * 2,
+        "insufficient_gpu_memory",
+    ),
+    "the-timer-let-it-go-on-meanwhile": ({("home", "committed"): "policy"}, [(STAYED, None)] * 2, "policy"),
+    "restore-fails-at-the-first": ({("a", "restored"): "restore_failed"}, [(MOVED, "b")] * 2, "restore_failed"),
+    "restore-fails-everywhere": (
+        {("a", "restored"): "restore_failed", ("b", "restored"): "restore_timeout"},
+        [(COLD, None)] * 2,
+        "restore_failed",
+    ),
+    "it-ran-a-little-and-then-died": ({("a", "restored"): "verify_failed"}, [(COLD, None)] * 2, "verify_failed"),
+}
+
+
+@pytest.mark.parametrize(("trouble", "ending", "reason"), ENDINGS.values(), ids=ENDINGS)
+def test_every_failure_has_its_ending(
+    trouble: dict[tuple[str, str], str], ending: list[tuple[str, str | None]], reason: str
+) -> None:
+    world = three()
+    world.trouble = trouble
+    outcomes = move(world).away(BOTH, ["a", "b"])
+    assert how(outcomes) == ending
+    assert all(one.reasons[0]["reason"] == reason for one in outcomes), outcomes
+    where = "b" if ending[0] == (MOVED, "b") else "home"
+    assert world.nodes[where].running == {"one", "two"}
+    assert not any(node.frozen for node in world.nodes.values())
+
+
+def test_nothing_is_touched_that_has_nowhere_to_go() -> None:
+    world = three(a=Node(facts={"driver": "590.44.01"}), b=Node(lacks=("criu is not installed",)))
+    outcomes = move(world).away(BOTH, ["a", "b"])
+    assert how(outcomes) == [(STAYED, None)] * 2
+    assert outcomes[0].reasons[0]["reason"] == "no_target"
+    assert "590.44.01" in outcomes[0].reasons[0]["observed"]
+    assert "criu is not installed" in outcomes[0].reasons[0]["observed"]
+    assert {state for dummy, state in world.calls} == {"checkpoint_info"}
+
+
+def test_a_candidate_that_is_gone_is_passed_over() -> None:
+    world = three(a=Node(lost=True))
+    assert how(move(world).away(BOTH, ["a", "b"])) == [(MOVED, "b")] * 2
+
+
+def test_a_source_that_dies_before_it_was_saved() -> None:
+    world = three()
+    world.nodes["home"].running.discard("one")
+    world.nodes["home"].store.add("save-one")  # for the promise; there is nothing left to keep
+    assert how(move(world).away(BOTH, ["a"])) == [(STAYED, None), (MOVED, "a")]
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before-it-was-done", "after-it-was-done"])
+@pytest.mark.parametrize("state", ["prepared", "restored", "discarded"])
+def test_a_target_that_vanishes(state: str, done: bool) -> None:
+    """While it prepares, the next is tried. While work comes back there, nobody else may have it."""
+    world = three()
+    world.dies_in = {("a", state): done}
+    outcomes = move(world, patience=60).away([work("one")], ["a", "b"])
+    expected = {"prepared": (MOVED, "b"), "restored": (UNKNOWN, "a"), "discarded": (MOVED, "a")}[state]
+    assert how(outcomes) == [expected]
+    if state == "restored":
+        assert outcomes[0].reasons[-1]["reason"] == "restore_timeout"
+        world.nodes["a"].lost = False  # it comes back, and the next run finishes what this one began
+        assert how(move(world).away([work("one")], ["b"])) == [(MOVED, "a")]
+    assert [name for name, node in world.nodes.items() if "one" in node.running] == [
+        "b" if state == "prepared" else "a"
+    ]
+
+
+def test_a_target_that_comes_back_in_time_is_asked_again() -> None:
+    world = three()
+    world.dies_in = {("a", "restored"): True}
+    conducted = move(world, patience=100)
+
+    def sleep(seconds: float) -> None:
+        world.clock += seconds
+        world.nodes["a"].lost = False
+
+    conducted._sleep = sleep
+    assert how(conducted.away([work("one")], ["a", "b"])) == [(MOVED, "a")]
+
+
+TERMS = {"plain": {}, "gang": {"gang": True}}
+TROUBLES: dict[str, dict[tuple[str, str], str]] = {
+    "nothing-fails": {},
+    "first-refuses": {("a", "prepared"): "hash_mismatch"},
+    "first-fails": {("a", "restored"): "restore_failed"},
+    "all-fail": {("a", "restored"): "restore_failed", ("b", "restored"): "verify_failed"},
+}
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize("trouble", TROUBLES.values(), ids=TROUBLES)
+def test_the_controller_may_die_after_any_call(terms: dict[str, Any], trouble: dict[tuple[str, str], str]) -> None:
+    """Run again to the end after each: no promise is broken on the way, and nobody is left standing still."""
+    calls = 0
+    while True:
+        calls += 1
+        world = three()
+        world.trouble = trouble
+        world.crash_after = calls
+        try:
+            move(world, **terms).away(BOTH, ["a", "b"])
+            break
+        except Crash:
+            pass
+        world.crash_after = None
+        move(world, **terms).away(BOTH, ["a", "b"])
+        running = [name for name, node in world.nodes.items() for name in node.running]
+        assert sorted(running) == ["one", "two"], calls
+        assert not any(node.frozen for node in world.nodes.values()), calls
+    assert calls > 5
+
+
+def test_a_gang_moves_together_or_not_at_all() -> None:
+    world = three()
+    world.nodes["home"].running.discard("two")
+    world.nodes["home"].store.add("save-two")
+    assert how(move(world, gang=True).away(BOTH, ["a"])) == [(STAYED, None)] * 2
+    assert world.nodes["home"].running == {"one"}
+
+
+def test_an_application_that_saved_itself_runs_on() -> None:
+    world = three()
+    outcomes = move(world).away([work("one", backend="hook"), work("two")], ["a"])
+    assert how(outcomes) == [(SAVED, None), (MOVED, "a")]
+    assert world.nodes["home"].running == {"one"}
+
+
+def guest() -> World:
+    world = three(home=Node(), a=Node(running={"one"}))
+    world.nodes["b"].running.add("two")
+    record = {"state": "running", "home": "home", "declared": {"save": {}, "unit": "one"}}
+    world.nodes["a"].came["one"] = record
+    return world
+
+
+def back(world: World) -> list[moving.Outcome]:
+    move_back = Move("a", world.call, Terms(patience=0), lambda own, offer: [], lambda text: None, lambda: 0.0)
+    records = [{"workload": name, **record} for name, record in world.nodes["a"].came.items()]
+    return move_back.back([one for one in records if one["state"] in ("running", "left")])
+
+
+def test_the_way_home() -> None:
+    world = guest()
+    assert how(back(world)) == [(MOVED, "home")]
+    assert world.nodes["home"].running == {"one"}
+    assert world.nodes["a"].came == {}
+
+
+HOMELESS = {"its-files-do-not-arrive": ("home", "fetch"), "it-does-not-start": ("home", "home")}
+
+
+@pytest.mark.parametrize("where", HOMELESS.values(), ids=HOMELESS)
+def test_a_guest_stays_if_it_cannot_go_home(where: tuple[str, str]) -> None:
+    world = guest()
+    world.trouble = {where: "verify_failed"}
+    (outcome,) = back(world)
+    assert outcome.how == COLD
+    assert world.nodes["a"].running == {"one"}
+    assert world.nodes["a"].came["one"]["state"] == "running"
+
+
+def test_on_the_way_home_the_controller_may_die_after_any_call() -> None:
+    calls = 0
+    while True:
+        calls += 1
+        world = guest()
+        world.crash_after = calls
+        try:
+            back(world)
+            break
+        except Crash:
+            pass
+        world.crash_after = None
+        back(world)
+        assert [name for name, node in world.nodes.items() if "one" in node.running] == ["home"], calls
+    assert calls > 3

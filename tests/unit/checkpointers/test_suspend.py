@@ -1,0 +1,348 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The driver's checkpoint calls on a real process that uses the stand-in libcuda: it closes and reopens its device
+files, and fails, hangs and lies on demand."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import suspend
+
+SOURCES = Path(__file__).parents[2] / "lab/standin/userland"
+VERSION = "535.183.01"
+SCRIPT = str(Path(suspend.__file__))
+WORK = """
+import ctypes, sys, time
+cuda = ctypes.CDLL("libcuda.so.1")
+context, memory, value = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint64(7)
+assert not cuda.cuInit(0) and not cuda.cuCtxCreate_v2(ctypes.byref(context), 0, 0)
+assert not cuda.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(1 << 20))
+while True:
+    assert not cuda.cuMemcpyHtoD_v2(memory, ctypes.byref(value), ctypes.c_size_t(8))
+    got = ctypes.c_uint64()
+    time.sleep(0.02)
+    assert not cuda.cuMemcpyDtoH_v2(ctypes.byref(got), memory, ctypes.c_size_t(8))
+    if got.value != value.value:
+        sys.exit("GPU memory is wrong")
+    value.value += 1
+    print(value.value, flush=True)
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is needed to build the stand-in libcuda")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("libcuda")
+    subprocess.run(
+        ["gcc", "-std=gnu11", "-O1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1",
+         f'-DSTANDIN_VERSION="{VERSION}"', "-o", folder / "libcuda.so.1", SOURCES / "cuda.c", SOURCES / "standin.c"],
+        check=True, timeout=120,
+    )  # fmt: skip
+    return folder
+
+
+def uuid(gpu: int, serial: int = 0) -> str:
+    return f"GPU-5ca1ab1e-{serial:04x}-4000-8000-{gpu:012d}"
+
+
+@dataclass
+class Gpus:
+    """A made machine with two GPUs, and processes on it."""
+
+    root: Path
+    environment: dict[str, str]
+    processes: list[subprocess.Popen[str]]
+
+    def machine(self, serial: int = 0, version: str = VERSION) -> None:
+        """The machine as it is from now on: another serial number is another machine's GPUs."""
+        proc = self.root / "proc/driver/nvidia"
+        for gpu in range(2):
+            place = proc / f"gpus/0000:0{gpu + 1}:00.0"
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "information").write_text(f"Model: A\nGPU UUID: {uuid(gpu, serial)}\nDevice Minor: {gpu}\n")
+        (proc / "version").write_text(f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}  R\n")
+
+    def knobs(self, *lines: str) -> None:
+        (self.root / "run/nvidia-standin/state").write_text("".join(f"{line}\n" for line in lines))
+
+    def start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORK],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=self.environment,
+        )
+        self.processes.append(process)
+        assert process.stdout
+        process.stdout.readline()
+        return process
+
+    def ask(self, action: str, *pids: int, timeout: float = 30, **options: Any) -> dict[int, dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, SCRIPT, action, json.dumps(options), *map(str, pids)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+            timeout=timeout,
+            check=True,
+        )
+        return {said["pid"]: said for said in map(json.loads, done.stdout.splitlines())}
+
+    def devices(self, pid: int) -> list[str]:
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]  # noqa: PTH115
+        return sorted(Path(link).name for link in links if "/dev/nvidia" in link)
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, library: Path) -> Iterator[Gpus]:
+    for name in ("run/nvidia-standin", "dev"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    environment = {**os.environ, "NVIDIA_STANDIN_ROOT": str(tmp_path), "LD_LIBRARY_PATH": str(library)}
+    made = Gpus(tmp_path, environment, [])
+    made.machine()
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+def goes_on(process: subprocess.Popen[str]) -> bool:
+    """Whether a process computes, and computes right: it ends itself when its GPU memory is not what it wrote."""
+    assert process.stdout
+    while process.stdout.readline():
+        if not select_ready(process):
+            break
+    first = int(process.stdout.readline() or 0)
+    return int(process.stdout.readline() or 0) == first + 1
+
+
+def select_ready(process: subprocess.Popen[str]) -> bool:
+    import select
+
+    return bool(select.select([process.stdout], [], [], 0)[0])
+
+
+def test_the_whole_way_there_and_back(gpus: Gpus) -> None:
+    processes = [gpus.start() for dummy in range(2)]
+    pids = [process.pid for process in processes]
+    found = gpus.ask("look", *pids, os.getpid())
+    assert [found[pid]["state"] for pid in pids] == ["running", "running"]
+    assert all(found[pid]["tid"] for pid in pids)
+    assert found[os.getpid()]["state"] == "none"
+    for action, state, devices in (
+        ("lock", "locked", ["nvidia-uvm", "nvidia0", "nvidiactl"]),
+        ("checkpoint", "checkpointed", []),
+        ("restore", "locked", ["nvidia-uvm", "nvidia0", "nvidiactl"]),
+        ("unlock", "running", ["nvidia-uvm", "nvidia0", "nvidiactl"]),
+    ):
+        said = gpus.ask(action, *pids, timeout=30)
+        assert {one["code"] for one in said.values()} == {0}, (action, said)
+        assert {one["state"] for one in said.values()} == {state}
+        assert [gpus.devices(pid) for pid in pids] == [devices, devices]
+    assert all(goes_on(process) for process in processes)
+
+
+TROUBLE = {
+    "lock-times-out-and-it-runs-on": (("cuda_busy=1",), ("lock",), (600, "running")),
+    "lock-says-success-and-does-nothing": (("cuda_lie.cuCheckpointProcessLock=1",), ("lock",), (0, "running")),
+    "checkpoint-not-supported-arm64": (
+        ("cuda_error.cuCheckpointProcessCheckpoint=801",),
+        ("lock", "checkpoint"),
+        (801, "locked"),
+    ),
+    "checkpoint-fails-for-good": (
+        ("cuda_fatal.cuCheckpointProcessCheckpoint=304",),
+        ("lock", "checkpoint"),
+        (304, "failed"),
+    ),
+    "checkpoint-says-success-and-does-nothing": (
+        ("cuda_lie.cuCheckpointProcessCheckpoint=1",),
+        ("lock", "checkpoint"),
+        (0, "locked"),
+    ),
+    "restore-out-of-memory": (
+        ("cuda_fatal.cuCheckpointProcessRestore=2",),
+        ("lock", "checkpoint", "restore"),
+        (2, "failed"),
+    ),
+    "unlock-says-success-and-does-nothing": (
+        ("cuda_lie.cuCheckpointProcessUnlock=1",),
+        ("lock", "checkpoint", "restore", "unlock"),
+        (0, "locked"),
+    ),
+    "unlock-twice": ((), ("lock", "unlock", "unlock"), (401, "running")),
+}
+
+
+@pytest.mark.parametrize(("knobs", "actions", "end"), TROUBLE.values(), ids=TROUBLE)
+def test_what_counts_is_the_state_read_back(
+    gpus: Gpus, knobs: tuple[str, ...], actions: tuple[str, ...], end: tuple[int, str]
+) -> None:
+    process = gpus.start()
+    gpus.knobs(*knobs)
+    said: dict[str, Any] = {}
+    for action in actions:
+        said = gpus.ask(action, process.pid, timeout=30)[process.pid]
+        if said["code"] == 0 and action != actions[-1]:
+            assert said["state"] in ("locked", "checkpointed"), (action, said)
+    assert (said["code"], said["state"]) == end
+
+
+def test_a_lie_about_contents_is_seen_by_the_work_alone(gpus: Gpus) -> None:
+    process = gpus.start()
+    gpus.knobs("cuda_lie.cuCheckpointProcessRestore=1")
+    for action in ("lock", "checkpoint", "restore", "unlock"):
+        assert gpus.ask(action, process.pid)[process.pid]["code"] == 0
+    assert process.wait(10) == 1
+
+
+def test_a_hanging_call_does_not_keep_the_others_from_answering(gpus: Gpus) -> None:
+    first, second = gpus.start().pid, gpus.start().pid
+    gpus.knobs(f"cuda_hang.cuCheckpointProcessLock.{first}=1")
+    argv = [sys.executable, SCRIPT, "lock", "{}", str(first), str(second)]
+    asking = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=gpus.environment)
+    assert asking.stdout
+    said = json.loads(asking.stdout.readline())
+    asking.kill()
+    asking.communicate()
+    assert (said["pid"], said["state"]) == (second, "locked")
+
+
+def test_other_gpus_need_a_map_of_all_that_the_kernel_shows(gpus: Gpus) -> None:
+    process = gpus.start()
+    for action in ("lock", "checkpoint"):
+        gpus.ask(action, process.pid)
+    gpus.machine(serial=7)
+    whole = {uuid(0): uuid(1, 7), uuid(1): uuid(0, 7)}
+    assert gpus.ask("restore", process.pid)[process.pid]["code"] == 1
+    half = {uuid(0): uuid(1, 7)}
+    assert gpus.ask("restore", process.pid, pairs=half)[process.pid] == {
+        "pid": process.pid, "code": 1, "state": "checkpointed", "tid": None,
+    }  # fmt: skip
+    assert gpus.ask("restore", process.pid, pairs=whole)[process.pid]["code"] == 0
+    assert gpus.ask("unlock", process.pid)[process.pid]["state"] == "running"
+    assert "nvidia1" in gpus.devices(process.pid)
+    assert goes_on(process)
+
+
+def test_another_driver_under_a_suspended_process_ends_it(gpus: Gpus) -> None:
+    process = gpus.start()
+    for action in ("lock", "checkpoint"):
+        gpus.ask(action, process.pid)
+    gpus.machine(version="550.90.07")
+    assert gpus.ask("look", process.pid)[process.pid]["state"] == "checkpointed"
+    (gpus.root / "run/nvidia-standin/loaded").write_text("# none\npersistence.0=1\npersistence.1=1\n")
+    assert gpus.ask("restore", process.pid)[process.pid]["state"] in ("failed", "checkpointed")
+
+
+def record_of(process: subprocess.Popen[str], path: Path, state: str) -> None:
+    member = {"pid": process.pid, "start": suspend.start_of(process.pid), "cuda": True}
+    suspend.write_record(path, {"state": state, "workload": "work", "members": [member]})
+
+
+@pytest.mark.parametrize("reached", ["locked", "checkpointed", "stopped"])
+def test_the_dead_man_lets_work_go_on_from_wherever_it_was_left(gpus: Gpus, tmp_path: Path, reached: str) -> None:
+    process = gpus.start()
+    gpus.ask("lock", process.pid)
+    if reached != "locked":
+        gpus.ask("checkpoint", process.pid)
+    if reached == "stopped":
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not suspend.stands_still(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    record = tmp_path / "work.json"
+    record_of(process, record, suspend.PUBLISHED)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "thaw", str(record)],
+        stdout=subprocess.PIPE, text=True, env=gpus.environment, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == "let work go on\n"
+    assert goes_on(process)
+    assert suspend.read_record(record)["state"] == suspend.THAWED
+
+
+@pytest.mark.parametrize("state", ["committing", "committed", "aborted"])
+def test_the_dead_man_leaves_alone_what_was_ended_or_given_back(gpus: Gpus, tmp_path: Path, state: str) -> None:
+    process = gpus.start()
+    gpus.ask("lock", process.pid)
+    record_of(process, tmp_path / "work.json", state)
+    assert "nothing to do" in suspend.thaw(tmp_path / "work.json")
+    assert gpus.ask("look", process.pid)[process.pid]["state"] == "locked"
+
+
+def test_a_reused_pid_is_not_taken_for_the_work(tmp_path: Path) -> None:
+    start = suspend.start_of(os.getpid())
+    assert start
+    assert suspend.same([{"pid": os.getpid(), "start": start}]) == [os.getpid()]
+    assert suspend.same([{"pid": os.getpid(), "start": start + 1}]) == []
+
+
+def test_without_the_calls_the_command_is_used(gpus: Gpus, tmp_path: Path) -> None:
+    """A library as of branch 550 and NVIDIA's command, here a script over the stand-in's library."""
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "empty.c").write_text("int cuInit(unsigned flags) { (void)flags; return 0; }\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", old / "libcuda.so.1", old / "empty.c"], check=True, timeout=60)
+    real = gpus.environment["LD_LIBRARY_PATH"]
+    command = old / "cuda-checkpoint"
+    command.write_text(
+        f"""#!{sys.executable}
+import os, sys
+sys.path.insert(0, {str(Path(SCRIPT).parent)!r})
+import suspend
+words = sys.argv[1:]
+if "--help" in words:
+    sys.exit(print("--action lock|checkpoint|restore|unlock"))
+pid = int(words[words.index("--pid") + 1])
+calls = suspend.Library({real + "/libcuda.so.1"!r})
+if "--get-state" in words:
+    code, state = calls.state(pid)
+    print(state if not code else "initialization error")
+    sys.exit(bool(code))
+if "--get-restore-tid" in words:
+    code, tid = calls.thread(pid)
+    print(tid if not code else "initialization error")
+    sys.exit(bool(code))
+action = words[words.index("--action") + 1]
+code = {{"lock": lambda: calls.lock(pid, 5.0), "checkpoint": lambda: calls.checkpoint(pid),
+         "restore": lambda: calls.restore(pid, {{}}), "unlock": lambda: calls.unlock(pid)}}[action]()
+sys.exit(bool(code))
+"""
+    )
+    command.chmod(0o755)
+    process = gpus.start()
+    gpus.environment.update(LD_LIBRARY_PATH=str(old), PATH=f"{old}:{os.environ['PATH']}")
+    seen = gpus.ask("look", process.pid, os.getpid())
+    assert (seen[process.pid]["state"], seen[os.getpid()]["state"]) == ("running", "none")
+    for action, state in (
+        ("lock", "locked"), ("checkpoint", "checkpointed"), ("restore", "locked"), ("unlock", "running"),
+    ):  # fmt: skip
+        assert gpus.ask(action, process.pid)[process.pid]["state"] == state
+
+
+def test_a_driver_that_has_neither_is_said(gpus: Gpus, tmp_path: Path) -> None:
+    gpus.environment.update(LD_LIBRARY_PATH="/nonexistent", PATH="/nonexistent")
+    said = gpus.ask("look", os.getpid())[os.getpid()]
+    assert said["code"] == suspend.NO_CALL
+    assert "cuda-checkpoint" in said["error"]
