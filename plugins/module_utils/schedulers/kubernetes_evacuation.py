@@ -27,7 +27,9 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import 
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import End, Evacuated, Fate
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_steering import Steering
 
-POLL_SECONDS = 0.5
+FIRST_POLL_SECONDS, POLL_SECONDS = 0.1, 1.0
+"""Pods that were just evicted are looked for soon, and then ever less often, up to the second."""
+
 BUDGET_SECONDS = 2.0
 """How long a budget that refused is left alone, if the server does not say."""
 
@@ -101,13 +103,16 @@ class Evacuation:
         )
         self._budgets = objects.Budgets(budgets)
         self._claimed = frozenset(objects.claim_holders(claims))
+        pause = FIRST_POLL_SECONDS
         while True:
+            evicted = len(self._evicted)
             going = [name for name, its in progress.items() if not its.done]
             rests = dict(zip(going, self._api.each(self._look, going)))
             self._pass(rests, progress, check)
             if check or all(its.done for its in progress.values()) or time.monotonic() >= end:
                 return {name: its.result() for name, its in progress.items()}
-            time.sleep(max(0.0, min(POLL_SECONDS, end - time.monotonic())))
+            pause = FIRST_POLL_SECONDS if len(self._evicted) > evicted else min(2 * pause, POLL_SECONDS)
+            time.sleep(max(0.0, min(pause, end - time.monotonic())))
 
     def _look(self, node: str) -> Rest | str:
         """What is on a node; as text, why that cannot be told."""
