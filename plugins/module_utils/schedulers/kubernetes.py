@@ -56,6 +56,18 @@ LISTS = {
 }
 """What a snapshot is made from; what a server does not know (DRA before 1.34) is empty."""
 
+RIGHTS = (
+    ("", "nodes", ("get", "list", "patch")),
+    ("", "pods", ("create", "delete", "get", "list")),
+    ("", "pods/eviction", ("create",)),
+    ("policy", "poddisruptionbudgets", ("list",)),
+    ("resource.k8s.io", "resourceclaims", ("list",)),
+    ("resource.k8s.io", "resourceslices", ("list",)),
+    ("admissionregistration.k8s.io", "mutatingadmissionpolicies", ("create", "delete", "list", "patch")),
+    ("admissionregistration.k8s.io", "mutatingadmissionpolicybindings", ("create", "delete", "patch")),
+)
+"""Group, resource and verbs of every request that is sent from here; ``docs/kubernetes-rbac.yml`` is made of them."""
+
 Object = Mapping[str, Any]
 
 

@@ -166,6 +166,15 @@ def write_config(state: Path, server: str, tokens: dict[str, str]) -> None:
         path.write_text(json.dumps(config, indent=1))
 
 
+AUDIT = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [{"level": "Metadata", "userGroups": ["system:serviceaccounts:gpufleet"]}, {"level": "None"}],
+}
+"""Who did what is written down for the service accounts of one namespace."""
+
+
 def prepare(control: Control, found: parts.Parts) -> None:
     """Certificates, accounts and commands of a new control plane."""
     state = control.state
@@ -192,6 +201,7 @@ def prepare(control: Control, found: parts.Parts) -> None:
             }
         )
     )
+    (state / "audit.json").write_text(json.dumps(AUDIT))
     key, cert = f"{state}/tls.key", f"{state}/tls.crt"
     control.commands = {
         "etcd": [*found["etcd"], *([] if len(found["etcd"]) > 1 else ["--config-file"]), str(state / "etcd.json")],
@@ -211,6 +221,8 @@ def prepare(control: Control, found: parts.Parts) -> None:
             f"--token-auth-file={accounts}",
             "--authorization-mode=RBAC",
             "--allow-privileged=true",
+            f"--audit-policy-file={state}/audit.json",
+            f"--audit-log-path={state}/audit.log",
         ],
         "kube-controller-manager": [
             *found["kube-controller-manager"],

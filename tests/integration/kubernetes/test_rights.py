@@ -1,0 +1,90 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The published rights are enough for everything the backend does, and none of them is for nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rbac
+from api import Api, ApiError
+from cluster import LAB, RUN, TOP, Cluster, evacuate, go, until
+
+PATHS = {
+    "Namespace": "/api/v1/namespaces",
+    "ServiceAccount": f"/api/v1/namespaces/{rbac.NAMESPACE}/serviceaccounts",
+    "ClusterRole": "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+    "ClusterRoleBinding": "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+}
+
+
+def test_the_manifest_is_what_the_code_calls() -> None:
+    written = (TOP / "docs/kubernetes-rbac.yml").read_text()
+    assert written == rbac.manifest(), f"write it anew: python {LAB / 'rbac.py'} > docs/kubernetes-rbac.yml"
+
+
+def account(api: Api, kubeconfig: Path, to: Path) -> None:
+    """Make the account of the manifest, and a kubeconfig for it."""
+    for item in rbac.objects():
+        try:
+            api.post(PATHS[item["kind"]], item)
+        except ApiError as exc:
+            if exc.status != 409:
+                raise
+    path = f"{PATHS['ServiceAccount']}/{rbac.NAME}/token"
+    token = api.post(path, {"spec": {"expirationSeconds": 3600}})["status"]["token"]
+    config = json.loads(kubeconfig.read_text())
+    config["users"] = [{"name": "gpufleet", "user": {"token": token}}]
+    config["contexts"][0]["context"]["user"] = "gpufleet"
+    to.write_text(json.dumps(config))
+
+
+def used(log: Path) -> set[tuple[str, str, str]]:
+    """Group, resource and verb of every request the account has sent; none may have been refused for its rights."""
+    out = set()
+    for line in log.read_text().splitlines():
+        event: dict[str, Any] = json.loads(line)
+        assert event["responseStatus"]["code"] != 403, event
+        what = event["objectRef"]
+        sub = f"/{what['subresource']}" if what.get("subresource") else ""
+        out.add((what.get("apiGroup", ""), what["resource"] + sub, event["verb"]))
+    return out
+
+
+@pytest.mark.skipif(
+    "GPUFLEET_TEST_KUBECONFIG" in os.environ,
+    reason="a cluster that is given keeps its audit log to itself; unset GPUFLEET_TEST_KUBECONFIG",
+)
+def test_every_right_is_used_and_no_other_is_needed(cluster: Cluster, tmp_path: Path) -> None:
+    own = tmp_path / "kubeconfig"
+    account(cluster.api, cluster.kubeconfig, own)
+    nodes = set(cluster.nodes(3, labels={"dcgm": "on"}))
+    cluster.apps("daemonsets", "dcgm", gpus=0, container={"env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]},
+                 nodeSelector={"dcgm": "on"})  # fmt: skip
+    cluster.deployment("llama", gpus=8)
+    backend = cluster.backend(kubeconfig=str(own))
+    assert backend.snapshot([]).workloads
+    been: list[str] = []
+    while len(been) < 2:  # steering a second time changes what is there
+        (pod,) = cluster.pods(labelSelector="app=llama")
+        been.append(pod["spec"]["nodeName"])
+        goal = sorted(nodes - set(been))[0]
+        backend.cordon(been, RUN)
+        fates = go(cluster, pod["metadata"]["name"], to=(goal,), fate="move")
+        assert evacuate(backend, been[-1:], fates)[been[-1]].as_dict()["empty"]
+        until("it runs there", lambda goal=goal: [name for name in cluster.pods_on(goal) if name.startswith("llama")])
+    assert backend.validate(been, RUN, {}, 1)[been[0]].failed  # nothing runs in the lab, so no pod succeeds
+    backend.uncordon(been, RUN)
+    (pod,) = cluster.pods(labelSelector="app=llama")
+    backend.cordon([goal], RUN)
+    squatters = [cluster.pod(f"squatter-{number}", node=node, gpus=8) for number, node in enumerate(been)]
+    evacuate(backend, [goal], go(cluster, pod["metadata"]["name"], to=(been[0],), fate="move"), patience=5)
+    until("it waits", lambda: cluster.pods(labelSelector="app=llama", fieldSelector="status.phase=Pending"))
+    assert any("waited for a node chosen for it" in line for line in backend.settle(RUN)) and squatters
+    allowed = {(group, resource, verb) for group, resource, verbs in rbac.RIGHTS for verb in verbs}
+    assert used(cluster.state / "audit.log") == allowed

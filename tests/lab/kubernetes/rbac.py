@@ -1,0 +1,60 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Print docs/kubernetes-rbac.yml: an account with exactly the rights that the collection's code names as its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes
+
+NAME = NAMESPACE = "gpufleet"
+HEAD = """\
+# SPDX-License-Identifier: GPL-3.0-or-later
+# The rights that gpufleet.driver needs in a cluster. Made by tests/lab/kubernetes/rbac.py from what the code calls.
+# Apply it with: kubectl apply -f docs/kubernetes-rbac.yml
+"""
+
+Rights = Iterable[tuple[str, str, tuple[str, ...]]]
+RIGHTS: Rights = kubernetes.RIGHTS
+
+
+def objects() -> list[dict[str, Any]]:
+    meta = {"name": NAME}
+    there = {"name": NAME, "namespace": NAMESPACE}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": NAME}
+    rules = [{"apiGroups": [group], "resources": [resource], "verbs": list(verbs)} for group, resource, verbs in RIGHTS]
+    kind = "rbac.authorization.k8s.io/v1"
+    return [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": there},
+        {"apiVersion": kind, "kind": "ClusterRole", "metadata": meta, "rules": rules},
+        {
+            "apiVersion": kind,
+            "kind": "ClusterRoleBinding",
+            "metadata": meta,
+            "roleRef": role,
+            "subjects": [{"kind": "ServiceAccount", **there}],
+        },
+    ]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists indented, short ones on one line: as people write them."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def manifest() -> str:
+    return HEAD + yaml.dump_all(
+        objects(), Dumper=_Dumper, sort_keys=False, explicit_start=True, default_flow_style=None, width=110
+    )
+
+
+if __name__ == "__main__":
+    print(manifest(), end="")
