@@ -129,6 +129,10 @@ class Scheduler(ABC):
     def snapshot(self, names: Sequence[str]) -> Snapshot:
         """The fleet as the scheduler sees it: every node it has, also those not in ``names``, and the work on them."""
 
+    def addresses(self) -> dict[str, str]:
+        """Where nodes are reached, for those whose name does not say it."""
+        return {}
+
     @abstractmethod
     def cordon(self, nodes: Sequence[str], mark: Mark, check: bool = False) -> dict[str, NodeResult]:
         """Take ``nodes`` out of service for new work, leaving ``mark``; with ``check``, only say what would change."""

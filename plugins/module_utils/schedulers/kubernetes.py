@@ -95,6 +95,10 @@ class Kubernetes(Scheduler):
             lists = self._api.each(self._api.items, LISTS.values())
             return snapshot(Cluster(**dict(zip(LISTS, lists))), self._rules, now, taken_at)
 
+    def addresses(self) -> dict[str, str]:
+        with _scheduler_errors():
+            return objects.addresses(self._api.items(LISTS["nodes"]))
+
     def cordon(self, nodes: Sequence[str], mark: Mark, check: bool = False) -> dict[str, NodeResult]:
         return self._each(nodes, lambda name: self._take_out(name, mark, check))
 

@@ -518,6 +518,16 @@ def cordoned_by(node: Object) -> str | None:
     return NOBODY
 
 
+def addresses(nodes: Iterable[Object]) -> dict[str, str]:
+    """The internal address of each node that has one."""
+    return {
+        node["metadata"]["name"]: each["address"]
+        for node in nodes
+        for each in reversed((node.get("status") or {}).get("addresses") or ())
+        if each.get("type") == "InternalIP" and each.get("address")
+    }
+
+
 def operator_owns_driver(node: Object) -> bool:
     """Whether the GPU Operator, not the host, brings the driver of a node."""
     return (node["metadata"].get("labels") or {}).get("nvidia.com/gpu.deploy.driver") == "true"
