@@ -161,8 +161,9 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import BadSnapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import options, table
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning.plan import make, review
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.plan import make
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.review import review
 
 
 def main() -> None:

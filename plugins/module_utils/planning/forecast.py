@@ -36,8 +36,9 @@ from ..fleet import Snapshot
 from .model import Model, same_version
 from .order import together
 from .placement import Rooms
-from .plan import Plan, hints_of, make, prepare, review
+from .plan import Plan, make, prepare
 from .policy import BadPolicy, Policy
+from .review import hints_of, review
 from .schedule import BLOCKED, COLD, MOVE, WAIT, play
 
 PEERS = ("operator", "drain_and_wait", "all_at_once")

@@ -20,6 +20,8 @@ from .policy import Window, next_window
 
 GOOD = frozenset({"upgraded", "already"})
 """Outcomes that count as success; every other outcome counts against the budget."""
+OUT_OF_SERVICE = frozenset({"quarantined", "lost"})
+"""Outcomes after which a node does no work."""
 
 
 @dataclass(frozen=True)

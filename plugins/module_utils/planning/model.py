@@ -162,6 +162,11 @@ class Model:
         return found
 
 
+def out_of_service(node: Node) -> bool:
+    """Whether a machine with GPUs takes no work."""
+    return node.gpus > 0 and not (node.schedulable and node.cordoned_by is None)
+
+
 def skip_reason(node: Node, policy: Policy) -> str | None:
     """Why a node is left out, or None. A node that an interrupted upgrade left half way is never left out."""
     if node.skip:

@@ -21,7 +21,7 @@ from math import ceil, inf
 from typing import Callable, Optional
 
 from ..fleet import Demand
-from .model import Model
+from .model import Model, out_of_service
 from .policy import BadPolicy, batch_limits, most_down
 from .schedule import MOVE, NEAR, WAIT, Hint, Played, play
 
@@ -96,7 +96,7 @@ class Bins:
         self.model = model
         policy = model.policy
         moving = set(model.moving)
-        out = sum(not node.schedulable and node.gpus > 0 for n, node in enumerate(model.nodes) if n not in moving)
+        out = sum(out_of_service(node) for number, node in enumerate(model.nodes) if number not in moving)
         self.limits = batch_limits(policy, len(moving), out)
         fresh = sum(len(group.nodes) for group in first if not group.unfinished)
         allowed = most_down(policy, len(moving), out)

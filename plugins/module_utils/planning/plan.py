@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
-from ..fleet import MOVE, PROTECT, RESTART, WAIT, Node, Snapshot, uncollected
-from .gate import GOOD
+from ..fleet import MOVE, PROTECT, RESTART, WAIT, Snapshot, uncollected
 from .model import Item, Model, skip_reason, without
 from .order import arrange
 from .placement import Rooms
 from .policy import BadPolicy, Policy
-from .schedule import BLOCKED, COLD, STAY, Fate, Hint, Played, play
+from .schedule import BLOCKED, COLD, STAY, Fate, Played
 
 
 class WorkloadFate(NamedTuple):
@@ -141,7 +140,7 @@ def make(snapshot: Snapshot, policy: Policy) -> Plan:
             if node in model.items[fate.item].nodes
         }
         if not found:
-            return _finished(model, policy, batches, played, has_canary, blocked)
+            return finished(model, policy, batches, played, has_canary, blocked)
         blocked.update(found)
 
 
@@ -165,7 +164,7 @@ def prepare(snapshot: Snapshot, policy: Policy, blocked: Mapping[str, str] | Non
     return Model(snapshot, policy, skipped)
 
 
-def _finished(
+def finished(
     model: Model,
     policy: Policy,
     batches: Sequence[Sequence[int]],
@@ -283,12 +282,12 @@ def _blocked_reason(model: Model, fate: Fate) -> str:
     if MOVE in may and not item.workload.backends:
         return f"{item.name} may move but no backend could save it, and it {ends}: let it restart, or enable a backend"
     return (
-        f"{item.name} may not restart, {ends}, and cannot move: {'; '.join(_refused(model, item)[:3])}: "
+        f"{item.name} may not restart, {ends}, and cannot move: {'; '.join(refused(model, item)[:3])}: "
         "make room for it on the old driver, or let it restart"
     )
 
 
-def _refused(model: Model, item: Item) -> list[str]:
+def refused(model: Model, item: Item) -> list[str]:
     """Why no other old-driver node takes an item now, the most frequent reason first."""
     position = [0] * len(model.nodes)
     rooms = Rooms(model.nodes, model.free, model.classes, position)
@@ -297,127 +296,18 @@ def _refused(model: Model, item: Item) -> list[str]:
     return found or ["no other node has the old driver"]
 
 
-@dataclass(frozen=True)
-class Review:
-    """Whether an earlier plan's next batch is still safe, and what changed since."""
+def list_of(kind: Any, value: Any, path: str) -> list[Any]:
+    """A list of ``kind`` in the JSON form of a plan.
 
-    safe: bool
-    next_batch: str | None
-    reasons: tuple[str, ...]
-    changes: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "safe": self.safe,
-            "next_batch": self.next_batch,
-            "reasons": list(self.reasons),
-            "changes": list(self.changes),
-        }
-
-
-@uncollected()
-def review(
-    earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy, outcomes: Mapping[str, str] | None = None
-) -> tuple[Plan, Review]:
-    """Play what is left of an earlier plan (its JSON form) on a fresh snapshot, in the earlier order.
-
-    The next batch is safe if every workload on it still has a fate, none loses its place to move to, and all its nodes
-    are still there to be upgraded. Nodes that appeared since are not added: a new plan would.
-
-    :param outcomes: of each node whose turn has come, as :func:`.gate.decide` takes them.
-    :raises BadPolicy: if the earlier plan is for another version or is no plan.
+    :raises BadPolicy: with its path if it is none.
     """
-    if earlier.get("version") != policy.version:
-        raise BadPolicy(f"the earlier plan is for {earlier.get('version')}, not for {policy.version}")
-    listed = earlier.get("batches")
-    if not isinstance(listed, list) or not all(
-        isinstance(b, Mapping) and isinstance(b.get("nodes"), list) and "name" in b for b in listed
-    ):
-        raise BadPolicy("the earlier plan has no batches with name and nodes: give what upgrade_plan returned as plan")
-    over = outcomes or {}
-    nodes = tuple(_after(node, over[node.name], policy) if node.name in over else node for node in snapshot.nodes)
-    model = prepare(replace(snapshot, nodes=nodes), replace(policy, canary=0, reserve=()))
-    moving = {model.nodes[index].name: index for index in model.moving}
-    upgraded = f"already on {policy.version}"
-    changes: list[str] = []
-    reasons: list[str] = []
-    batches: list[list[int]] = []
-    names: list[str] = []
-    for batch in listed:
-        here = []
-        gone = []
-        for name in batch["nodes"]:
-            if name in moving:
-                here.append(moving[name])
-            elif name not in model.number:
-                gone.append(f"{name} has left the fleet")
-            elif name not in over:
-                why = skip_reason(model.nodes[model.number[name]], policy)
-                if why != upgraded:
-                    gone.append(f"{name} is left out now: {why}")
-        changes.extend(gone)
-        if here:
-            if not batches:
-                reasons.extend(gone)
-            batches.append(here)
-            names.append(str(batch["name"]))
-    planned = {name for batch in listed for name in batch["nodes"]}
-    changes.extend(f"{name} is new and not part of the plan" for name in moving if name not in planned)
-    model.moving = [index for batch in batches for index in batch]
-    before: dict[str, tuple[str, Sequence[str]]] = {}
-    for batch in listed:
-        if any(name in moving for name in batch["nodes"]):
-            for entry in batch.get("workloads", ()):
-                before.setdefault(str(entry.get("workload")), (str(entry.get("fate")), entry.get("to") or ()))
-    hints = hints_of(model, ((workload, fate, to) for workload, (fate, to) in before.items()))
-    played = play(model, batches, hints=hints)
-    plan = _finished(model, policy, batches, played, False, {})
-    plan = _renamed(plan, names)
-    told: set[str] = set()
-    for number, batch in enumerate(plan.batches):
-        for fate in batch.fates:
-            old = before.pop(fate.workload, (None, ()))[0]
-            if fate.fate == BLOCKED:
-                item = next(i for i in model.items if i.name == fate.workload)
-                text = f"{fate.workload} cannot be taken off {', '.join(fate.nodes)}"
-                changes.append(text)
-                if number == 0:
-                    reasons.append(f"{text}: {'; '.join(_refused(model, item)[:2])}")
-            elif old is not None and fate.fate not in (old, STAY):
-                changes.append(f"{fate.workload} was to {_verb(old)} and would now {_verb(fate.fate)}")
-                if number == 0 and old == MOVE:
-                    reasons.append(f"{fate.workload} has lost its place to move to")
-            elif old is None and fate.fate != STAY and fate.workload not in told:
-                changes.append(f"{fate.workload} is new on {', '.join(fate.nodes)} and would {_verb(fate.fate)}")
-            told.add(fate.workload)
-    return plan, Review(not reasons, names[0] if names else None, tuple(reasons), tuple(changes))
+    if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+        raise no_plan(path, f"is not a list of {'names' if kind is str else 'objects'}")
+    return value
 
 
-def _after(node: Node, outcome: str, policy: Policy) -> Node:
-    """A node after its turn."""
-    if outcome in GOOD:
-        return replace(node, loaded=policy.version, installed=policy.version, skip=None, unfinished=False)
-    return replace(node, skip=f"{outcome.replace('_', ' ')} in this run", unfinished=False)
-
-
-def hints_of(model: Model, fates: Iterable[tuple[str, str, Sequence[str]]]) -> dict[int, Hint]:
-    """Hints that repeat the moves and waits of a plan: of each, the workload, the fate and the nodes it goes to."""
-    by_name = {item.name: index for index, item in enumerate(model.items)}
-    hints: dict[int, Hint] = {}
-    for workload, fate, to in fates:
-        index = by_name.get(workload)
-        if index is None:
-            continue
-        if fate == MOVE and all(name in model.number for name in to):
-            hints[index] = tuple(model.number[name] for name in to)
-        elif fate == WAIT:
-            hints.setdefault(index, WAIT)
-    return hints
-
-
-def _renamed(plan: Plan, names: Sequence[str]) -> Plan:
-    batches = tuple(replace(batch, name=name) for batch, name in zip(plan.batches, names))
-    return replace(plan, batches=batches, canary=batches[0].nodes if names and names[0] == "canary" else ())
+def no_plan(path: str, what: str) -> BadPolicy:
+    return BadPolicy(f"the earlier plan's {path} {what}: give what upgrade_plan returned as plan")
 
 
 @dataclass(frozen=True)
@@ -448,7 +338,7 @@ def place(
     :raises BadPolicy: if a workload or a node to avoid does not exist.
     """
     model = prepare(snapshot, replace(policy, canary=0, reserve=()))
-    order = {name: place for place, name in enumerate((plan or {}).get("order", ()))}
+    order = {name: place for place, name in enumerate(list_of(str, (plan or {}).get("order", []), "order"))}
     position = [order.get(node.name, len(order)) for node in model.nodes]
     rooms = Rooms(model.nodes, model.free, model.classes, position)
     for name in avoid:
@@ -480,7 +370,3 @@ def place(
         found[index] = Placement(item.name, tuple(model.nodes[n].name for n in to or ()), refused)
         rooms.open(hidden)
     return [found[index] for index in items]
-
-
-def _verb(fate: str) -> str:
-    return {"cold_start": "start cold", BLOCKED: "be stuck"}.get(fate, fate)

@@ -1,7 +1,7 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""The commands on the pages of the example fleets, run as written."""
+"""The commands on the pages of the example fleets, run as written, and a plan held against a fleet that changed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,3 +83,80 @@ def test_an_upgrade_refuses_a_snapshot(tmp_path: Path) -> None:
     done = played([*command, "-e", "gpu_snapshot=examples/fleets/training-97.json"], tmp_path)
     assert done.returncode != 0
     assert "gpu_snapshot is for planning alone" in done.stdout
+
+
+def host(name: str, **values: Any) -> dict[str, Any]:
+    old = {"loaded": "570.133.20", "installed": "570.133.20"}
+    return (
+        {"name": name, "fit": True, "reason": "", "already": False, "gpus": ["H100"], "unfinished": False}
+        | old
+        | values
+    )
+
+
+@pytest.mark.parametrize(
+    ("later", "outcomes", "options", "batch", "reason"),
+    [
+        pytest.param("abc", {}, {}, "canary", None, id="nothing changed"),
+        pytest.param("abc", {"a": "upgraded"}, {}, "batch 1", None, id="the canary is done"),
+        pytest.param("abc", {"a": "upgraded", "b": "rolled_back"}, {}, "batch 2", None, id="a failed node is over too"),
+        pytest.param("ac", {"a": "upgraded"}, {}, None, "b has left the fleet", id="the next node is gone"),
+        pytest.param(
+            "abc",
+            {},
+            {"cordon_command": ["drain"]},
+            None,
+            "the fleet cannot be looked at",
+            id="the scheduler says nothing",
+        ),
+    ],
+)
+def test_a_plan_is_held_against_the_fleet_before_each_batch(
+    later: str, outcomes: dict[str, str], options: dict[str, Any], batch: str | None, reason: str | None, tmp_path: Path
+) -> None:
+    given = {
+        "gpu_driver_version": "580.95.05",
+        "planned": [host(name) for name in "abc"],
+        "later": [host(name) for name in later],
+        "outcomes": outcomes,
+        "options_later": {"state_dir": str(tmp_path)} | options,
+    }
+    done = played(["ansible-playbook", str(Path(__file__).with_name("review.yml")), "-e", json.dumps(given)], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "review.json").read_text())
+    assert told["open"] is told["review"]["safe"] is (reason is None), told
+    if reason is None:
+        assert told["next"]["name"] == told["review"]["next_batch"] == batch
+    else:
+        assert reason in told["reasons"][0] and "run again to plan anew" in told["reasons"][0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"gpu_windows": [{"start": "22:00", "end": "22:05"}]}, "fits no maintenance window"),
+        ({"gpu_windows": [{"start": "22:00", "end": "26:00"}]}, "'26:00' is not HH:MM"),
+        ({"gpu_windows": [{"from": "22:00"}]}, "needs start and end"),
+        ({"gpu_start": "tonight", "gpu_windows": [{"start": "22:00", "end": "23:00"}]}, "'tonight' is not a time"),
+        ({"gpu_models": ["NVIDIA L4"]}, "nothing to upgrade"),
+        ({"gpu_unsupported_models": ["NVIDIA H100 80GB HBM3"]}, "580.95.05 does not support the GPU"),
+    ],
+)
+def test_windows_and_models_reach_the_planner(variables: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    given = {"gpu_snapshot": "examples/fleets/training-97.json", "gpu_driver_version": "580.95.05"} | variables
+    done = played(["ansible-playbook", "gpufleet.driver.plan", "-e", json.dumps(given)], tmp_path)
+    assert reason in done.stdout, done.stdout
+    assert (done.returncode == 0) is bool({"gpu_models", "gpu_unsupported_models"} & set(variables))
+
+
+def test_a_plan_can_be_made_for_tonight(tmp_path: Path) -> None:
+    window = {"start": "22:00", "end": "02:00", "tz": "Asia/Kolkata"}
+    given = {"gpu_windows": [window], "gpu_start": "2026-03-02T18:00:00+00:00", "gpu_driver_version": "580.95.05"}
+    given["gpu_snapshot"] = "examples/fleets/training-97.json"
+    done = played(["ansible-playbook", "gpufleet.driver.plan", "-e", json.dumps(given)], tmp_path)
+    assert done.returncode == 0, done.stdout
+    batches = json.loads((tmp_path / "gpu-upgrade-plan.json").read_text())["batches"]
+    opens, closes = 22.5 * 3600 - 24 * 3600, 22.5 * 3600 - 20 * 3600  # of every day, from 23:30 in Kolkata
+    for batch in batches:
+        day = (batch["starts_seconds"] - opens) // 86400 * 86400
+        assert opens + day <= batch["starts_seconds"] <= batch["ends_seconds"] <= closes + day

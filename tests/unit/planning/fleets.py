@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Demand, Member, Node, Snapshot, Workload
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning import plan
 
 OLD, NEW = "570.133.20", "580.95.05"
 
@@ -52,6 +53,15 @@ def workload(name: str, *where: str, gpus: int = 1, **values: Any) -> Workload:
     defaults: dict[str, Any] = {"may": frozenset(("move", "wait", "restart")), "backends": ("cuda_criu",)}
     members = tuple(Member(each, {"gpu": gpus}) for each in where)
     return Workload(name, members, **{**defaults, **values})
+
+
+def fleet_of(count: int, *works: Workload, **values: Any) -> Snapshot:
+    """Nodes n0, n1 … of one kind."""
+    return Snapshot(tuple(node(f"n{number}", **values) for number in range(count)), works)
+
+
+def fate_of(made: plan.Plan, name: str) -> plan.WorkloadFate:
+    return next(each for batch in made.batches for each in batch.fates if each.workload == name)
 
 
 def small_fleet(seed: int) -> Snapshot:

@@ -19,16 +19,12 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy im
     canary_of,
 )
 
-from .fleets import NEW, OLD, node, workload
+from .fleets import NEW, OLD, fate_of, fleet_of, node, workload
 
 
 def given(**values: Any) -> dict[str, Any]:
     """Options of upgrade_plan with their defaults."""
     return {name: spec.get("default") for name, spec in options.ARGUMENTS.items()} | {"version": NEW} | values
-
-
-def fleet_of(count: int, *works: Any, **values: Any) -> Snapshot:
-    return Snapshot(tuple(node(f"n{number}", **values) for number in range(count)), works)
 
 
 def sizes(made: plan.Plan) -> list[int]:
@@ -151,32 +147,28 @@ def test_the_reserve_is_upgraded_last() -> None:
     assert made.batches[-1].nodes == ("n1", "n2")
 
 
-def fate(made: plan.Plan, name: str) -> plan.WorkloadFate:
-    return next(each for batch in made.batches for each in batch.fates if each.workload == name)
-
-
 def test_valuable_work_moves_to_the_node_upgraded_last_and_ends_there() -> None:
     long = workload("long", "n0", gpus=8, remaining=1000.0, at_risk=9000.0)
     made = plan.make(fleet_of(3, long), Policy(NEW, batch_size=(1,), canary=("n0",), max_wait=0.0))
-    assert (fate(made, "long").fate, fate(made, "long").to) == ("move", (made.order[-1],))
+    assert (fate_of(made, "long").fate, fate_of(made, "long").to) == ("move", (made.order[-1],))
 
 
 def test_cheap_work_starts_cold_on_an_upgraded_node() -> None:
     nodes = (node("n0"), node("n1", free={"gpu": 0}))
     made = plan.make(Snapshot(nodes, (workload("w", "n1", gpus=8, start_cost=5.0),)), Policy(NEW, batch_size=(1,)))
-    assert (fate(made, "w").fate, fate(made, "w").to) == ("cold_start", ("n0",))
+    assert (fate_of(made, "w").fate, fate_of(made, "w").to) == ("cold_start", ("n0",))
 
 
 def test_nothing_starts_on_a_node_kept_out_of_service() -> None:
     nodes = (node("n0", schedulable=False), node("n1", free={"gpu": 0}))
     made = plan.make(Snapshot(nodes, (workload("w", "n1", gpus=8, start_cost=5.0),)), Policy(NEW, batch_size=(1,)))
-    assert fate(made, "w").to == ("n1",)
+    assert fate_of(made, "w").to == ("n1",)
 
 
 def test_work_that_ends_soon_is_waited_for() -> None:
     nodes = (node("n0", free={"gpu": 0}),)
     made = plan.make(Snapshot(nodes, (workload("w", "n0", gpus=8, remaining=100.0, at_risk=900.0),)), Policy(NEW))
-    assert (fate(made, "w").fate, made.batches[0].wait) == ("wait", 100.0)
+    assert (fate_of(made, "w").fate, made.batches[0].wait) == ("wait", 100.0)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +227,7 @@ def test_a_batch_waits_no_longer_than_its_window_is_open() -> None:
     for remaining, expected in ((2940.0, "wait"), (2941.0, "cold_start")):
         work = workload("w", "n0", gpus=8, remaining=remaining, at_risk=9000.0, may=frozenset(("wait", "restart")))
         made = plan.make(fleet_of(1, work), policy)
-        assert fate(made, "w").fate == expected
+        assert fate_of(made, "w").fate == expected
         assert made.batches[0].ends <= 3600
 
 
@@ -253,73 +245,6 @@ def test_a_forecast_in_which_swaps_take_longer_still_keeps_to_the_windows() -> N
     assert [batch.starts / 3600 for batch in made.batches] == [1, 25]
     slow = forecast.forecast(fleet_of(2), policy, made, forecast.Chances(runs=5, swap=0.5))
     assert all(25 * 3600 < run.finish < 26 * 3600 for run in slow.runs)
-
-
-POLICY = Policy(NEW, batch_size=(2,))
-
-
-def test_an_earlier_plan_that_still_holds_is_safe() -> None:
-    fleet = fleet_of(5, workload("w", "n4", at_risk=900.0))
-    first = plan.make(fleet, POLICY)
-    done = tuple(replace(n, loaded=NEW, installed=NEW) if n.name in first.canary else n for n in fleet.nodes)
-    again, review = plan.review(first.as_dict(), replace(fleet, nodes=done), POLICY)
-    assert review == plan.Review(True, "batch 1", (), ())
-    assert again.order == first.order[1:]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda n: replace(n, cordoned_by="somebody"), "is left out now: cordoned by somebody"),
-        (None, "has left the fleet"),
-    ],
-)
-def test_an_earlier_plan_whose_next_node_changed_is_not_safe(change: Any, reason: str) -> None:
-    fleet = fleet_of(5)
-    first = plan.make(fleet, Policy(NEW, batch_size=(2,), canary=0))
-    gone = first.order[0]
-    nodes = tuple(change(n) if n.name == gone else n for n in fleet.nodes if change or n.name != gone)
-    dummy, review = plan.review(first.as_dict(), replace(fleet, nodes=nodes), POLICY)
-    assert not review.safe
-    assert review.reasons == (f"{gone} {reason}",)
-
-
-def test_an_earlier_plan_whose_room_is_gone_is_not_safe() -> None:
-    work = workload("w", "n0", gpus=8, remaining=1000.0, at_risk=9000.0)
-    policy = Policy(NEW, batch_size=(1,), canary=("n0",), max_wait=0.0)
-    fleet = fleet_of(3, work)
-    first = plan.make(fleet, policy)
-    full = tuple(replace(n, free={"gpu": 0}) if n.name != "n0" else n for n in fleet.nodes)
-    dummy, review = plan.review(first.as_dict(), replace(fleet, nodes=full), policy)
-    assert review.reasons == ("w has lost its place to move to",)
-
-
-@pytest.mark.parametrize("outcome", ["rolled_back", "quarantined", "refused", "lost"])
-def test_nodes_whose_turn_is_over_do_not_stand_in_the_way(outcome: str) -> None:
-    first = plan.make(fleet_of(5), Policy(NEW, batch_size=(2,)))
-    outcomes = {first.order[0]: "upgraded", first.order[1]: outcome}
-    again, review = plan.review(first.as_dict(), fleet_of(5), POLICY, outcomes)
-    assert review == plan.Review(True, "batch 1", (), ())
-    assert again.order == first.order[2:]
-    assert (first.order[1], f"{outcome.replace('_', ' ')} in this run") in again.skipped
-
-
-def test_what_moved_to_a_node_is_not_expected_back_when_its_turn_comes() -> None:
-    work = workload("w", "n0", gpus=8, remaining=1000.0, at_risk=9000.0)
-    policy = Policy(NEW, batch_size=(1,), canary=("n0",), max_wait=900.0)
-    first = plan.make(fleet_of(2, work), policy)
-    assert fate(first, "w").to == ("n1",)
-    moved = replace(work, members=(replace(work.members[0], node="n1"),), remaining=500.0)
-    dummy, review = plan.review(first.as_dict(), fleet_of(2, moved), policy, {"n0": "upgraded"})
-    assert review.safe, review
-
-
-def test_an_earlier_plan_names_newcomers() -> None:
-    first = plan.make(fleet_of(2), POLICY)
-    dummy, review = plan.review(first.as_dict(), fleet_of(3, workload("w", "n1")), POLICY)
-    assert review.safe
-    assert "n2 is new and not part of the plan" in review.changes
-    assert any(change.startswith("w is new on n1") for change in review.changes)
 
 
 def test_plain_hosts_become_a_fleet() -> None:

@@ -1,0 +1,197 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""An earlier plan held against the fleet as it is now: is its next batch still safe, and what has changed?
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..account import named
+from ..fleet import MOVE, WAIT, Node, Snapshot, uncollected
+from .gate import GOOD, OUT_OF_SERVICE
+from .model import Model, out_of_service, skip_reason
+from .plan import Plan, finished, list_of, no_plan, prepare, refused
+from .policy import BadPolicy, Policy, count
+from .schedule import BLOCKED, STAY, Hint, play
+
+
+@dataclass(frozen=True)
+class Review:
+    """Whether an earlier plan's next batch is still safe, and what changed since."""
+
+    safe: bool
+    next_batch: str | None
+    reasons: tuple[str, ...]
+    changes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "safe": self.safe,
+            "next_batch": self.next_batch,
+            "reasons": list(self.reasons),
+            "changes": list(self.changes),
+        }
+
+
+class _Planned(NamedTuple):
+    """A batch of an earlier plan; of each of its workloads the name, the fate and where it goes."""
+
+    name: str
+    nodes: list[str]
+    fates: list[tuple[str, str, list[str]]]
+
+
+@uncollected()
+def review(
+    earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy, outcomes: Mapping[str, str] | None = None
+) -> tuple[Plan, Review]:
+    """Play what is left of an earlier plan (its JSON form) on a fresh snapshot, in the earlier order.
+
+    The next batch is safe if every workload on it still has a fate, none loses its place to move to, and all its nodes
+    are still there to be upgraded. Nodes that appeared since are not added: a new plan would.
+
+    :param outcomes: of each node whose turn has come, as :func:`.gate.decide` takes them.
+    :raises BadPolicy: if the earlier plan is for another version or is no plan.
+    """
+    listed = _batches_of(earlier, policy.version)
+    over = outcomes or {}
+    nodes = tuple(_after(node, over[node.name], policy) if node.name in over else node for node in snapshot.nodes)
+    model = prepare(replace(snapshot, nodes=nodes), replace(policy, canary=0, reserve=()))
+    moving = {model.nodes[index].name: index for index in model.moving}
+    upgraded = f"already on {policy.version}"
+    changes: list[str] = []
+    reasons: list[str] = []
+    batches: list[list[int]] = []
+    names: list[str] = []
+    upcoming: str | None = None
+    for earlier_batch in listed:
+        here = []
+        gone = []
+        for name in earlier_batch.nodes:
+            if name in moving:
+                here.append(moving[name])
+            elif name not in model.number:
+                gone.append(f"{name} has left the fleet")
+            elif name not in over:
+                why = skip_reason(model.nodes[model.number[name]], policy)
+                if why != upgraded:
+                    gone.append(f"{name} is left out now: {why}")
+        changes.extend(gone)
+        if upcoming is None and (here or gone):
+            upcoming = earlier_batch.name
+            reasons.extend(gone)
+        if here:
+            batches.append(here)
+            names.append(earlier_batch.name)
+    planned = {name for earlier_batch in listed for name in earlier_batch.nodes}
+    changes.extend(f"{name} is new and not part of the plan" for name in moving if name not in planned)
+    model.moving = [index for batch in batches for index in batch]
+    if batches:
+        reasons.extend(_too_many_down(model, batches[0], over, len(planned)))
+    before: dict[str, tuple[str, Sequence[str]]] = {}
+    for earlier_batch in listed:
+        if any(name in moving for name in earlier_batch.nodes):
+            for workload, fate, to in earlier_batch.fates:
+                before.setdefault(workload, (fate, to))
+    hints = hints_of(model, ((workload, fate, to) for workload, (fate, to) in before.items()))
+    played = play(model, batches, hints=hints)
+    plan = finished(model, policy, batches, played, False, {})
+    plan = _renamed(plan, names)
+    told: set[str] = set()
+    for number, batch in enumerate(plan.batches):
+        for now in batch.fates:
+            old = before.pop(now.workload, (None, ()))[0]
+            if now.fate == BLOCKED:
+                item = next(i for i in model.items if i.name == now.workload)
+                text = f"{now.workload} cannot be taken off {', '.join(now.nodes)}"
+                changes.append(text)
+                if number == 0:
+                    reasons.append(f"{text}: {'; '.join(refused(model, item)[:2])}")
+            elif old is not None and now.fate not in (old, STAY):
+                changes.append(f"{now.workload} was to {_verb(old)} and would now {_verb(now.fate)}")
+                if number == 0 and old == MOVE:
+                    reasons.append(f"{now.workload} has lost its place to move to")
+            elif old is None and now.fate != STAY and now.workload not in told:
+                changes.append(f"{now.workload} is new on {', '.join(now.nodes)} and would {_verb(now.fate)}")
+            told.add(now.workload)
+    return plan, Review(not reasons, upcoming, tuple(reasons), tuple(changes))
+
+
+def _batches_of(earlier: Mapping[str, Any], version: str) -> list[_Planned]:
+    """:raises BadPolicy: with the path of the field that does not fit, or if the plan is for another version."""
+    if earlier.get("version") != version:
+        raise BadPolicy(f"the earlier plan is for {earlier.get('version')!r}, not for {version}: plan anew")
+
+    found: list[_Planned] = []
+    seen: set[str] = set()
+    for number, batch in enumerate(list_of(Mapping, earlier.get("batches"), "batches")):
+        here = f"batches[{number}]"
+        nodes = list_of(str, batch.get("nodes"), f"{here}.nodes")
+        if len(set(nodes)) < len(nodes) or not seen.isdisjoint(nodes):
+            raise no_plan(f"{here}.nodes", "names a node a second time")
+        seen.update(nodes)
+        fates = []
+        for place, entry in enumerate(list_of(Mapping, batch.get("workloads", []), f"{here}.workloads")):
+            path = f"{here}.workloads[{place}]"
+            workload, fate = entry.get("workload"), entry.get("fate")
+            if not isinstance(workload, str) or not isinstance(fate, str):
+                raise no_plan(path, "lacks workload or fate")
+            fates.append((workload, fate, list_of(str, entry.get("to") or [], f"{path}.to")))
+        found.append(_Planned(str(batch.get("name", number + 1)), nodes, fates))
+    return found
+
+
+def _too_many_down(model: Model, batch: Sequence[int], outcomes: Mapping[str, str], planned: int) -> list[str]:
+    policy = model.policy
+    if policy.max_unavailable is None:
+        return []
+    next_down = {model.nodes[index].name for index in batch}
+    out = [
+        node.name
+        for node in model.nodes
+        if node.name not in next_down and (out_of_service(node) or outcomes.get(node.name) in OUT_OF_SERVICE)
+    ]
+    most = count(policy.max_unavailable, planned, "max_unavailable")
+    if not out or len(out) + len(batch) <= most:
+        return []
+    return [
+        f"max_unavailable allows {most} nodes out of service, {len(out)} are ({named(out)}) and the next batch has "
+        f"{len(batch)}"
+    ]
+
+
+def _after(node: Node, outcome: str, policy: Policy) -> Node:
+    """A node after its turn."""
+    if outcome in GOOD:
+        return replace(node, loaded=policy.version, installed=policy.version, skip=None, unfinished=False)
+    return replace(node, skip=f"{outcome.replace('_', ' ')} in this run", unfinished=False)
+
+
+def hints_of(model: Model, fates: Iterable[tuple[str, str, Sequence[str]]]) -> dict[int, Hint]:
+    """Hints that repeat the moves and waits of a plan: of each, the workload, the fate and the nodes it goes to."""
+    by_name = {item.name: index for index, item in enumerate(model.items)}
+    hints: dict[int, Hint] = {}
+    for workload, fate, to in fates:
+        index = by_name.get(workload)
+        if index is None:
+            continue
+        if fate == MOVE and all(name in model.number for name in to):
+            hints[index] = tuple(model.number[name] for name in to)
+        elif fate == WAIT:
+            hints.setdefault(index, WAIT)
+    return hints
+
+
+def _renamed(plan: Plan, names: Sequence[str]) -> Plan:
+    batches = tuple(replace(batch, name=name) for batch, name in zip(plan.batches, names))
+    return replace(plan, batches=batches, canary=batches[0].nodes if names and names[0] == "canary" else ())
+
+
+def _verb(fate: str) -> str:
+    return {"cold_start": "start cold", BLOCKED: "be stuck"}.get(fate, fate)
