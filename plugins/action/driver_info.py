@@ -23,10 +23,18 @@ class ActionModule(ActionBase):
         variables = task_vars or {}
         result: dict[str, Any] = super().run(None, variables)
         try:
-            result.update(self._execute_module(task_vars=variables, wrap_async=self._task.async_val))
+            result.update(self.act(variables))
         except AnsibleConnectionFailure as exc:
-            node = variables.get("inventory_hostname", "the node")
+            node = self._task.delegate_to or variables.get("inventory_hostname", "the node")
             result.update(failed=True, lost=True, msg=f"{node} stopped answering during {self._task.action}: {exc}")
         else:
             self._remove_tmp_path(self._connection._shell.tmpdir)
+        return result
+
+    def act(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """Run the module.
+
+        :raises AnsibleConnectionFailure: if the node does not answer.
+        """
+        result: dict[str, Any] = self._execute_module(task_vars=variables, wrap_async=self._task.async_val)
         return result

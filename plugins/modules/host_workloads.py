@@ -90,6 +90,16 @@ options:
     description: Seconds to wait for GPU processes that nobody declared to end by themselves.
     type: int
     default: 300
+  waited:
+    description:
+      - How many seconds of O(wait) are over. In a playbook, O(waited) and O(look) are set for you, so that a person
+        sees every 20 seconds what a node waits for.
+    type: float
+    default: 0
+  look:
+    description: Seconds after which this says with RV(waiting) what it waits for. V(0) is never.
+    type: float
+    default: 0
   undeclared:
     description:
       - What happens to GPU processes that nobody declared.
@@ -277,6 +287,10 @@ waited:
   description: Seconds that were waited for them.
   type: float
   returned: with O(state=stopped)
+waiting:
+  description: Whether there is time left to wait for them.
+  type: bool
+  returned: on failure with O(look), if it is so
 started:
   description: Names of the workloads that were running before and were started.
   type: list
@@ -349,6 +363,8 @@ def main() -> None:
                 "required_one_of": [("unit", "container")],
             },
             "wait": {"type": "int", "default": 300},
+            "waited": {"type": "float", "default": 0},
+            "look": {"type": "float", "default": 0},
             "undeclared": {"type": "str", "choices": ["wait", "refuse", "stop"], "default": "wait"},
             "extra_units": {"type": "list", "elements": "str", "default": []},
             "state_dir": {"type": "path", "default": "/var/lib/gpufleet"},
@@ -369,7 +385,9 @@ def main() -> None:
             work = node.survey(declared, p["wait"], p["undeclared"])
             module.exit_json(changed=False, work=work)
         if p["state"] == "stopped":
-            result = node.stop(declared, p["wait"], p["undeclared"], check=module.check_mode)
+            result = node.stop(
+                declared, p["wait"], p["undeclared"], check=module.check_mode, waited=p["waited"], look=p["look"]
+            )
         else:
             result = node.start(declared, check=module.check_mode)
     except WorkloadsError as exc:

@@ -108,6 +108,12 @@ class Holder:
         return f"{self.title} since {datetime.fromtimestamp(self.since, timezone.utc):%Y-%m-%d %H:%M:%SZ}"
 
 
+def _waiting(others: Sequence[Holder], left: float, undeclared: str) -> str:
+    then = "its service or container is stopped" if undeclared == STOP else "this node is given up"
+    what = "; ".join(holder.describe() for holder in others)
+    return f"waiting for undeclared GPU work to end: {what}. In {left:.0f} s {then}"
+
+
 def _entry(name: str, kind: str, its: Sequence[Holder]) -> dict[str, Any]:
     """Work by its processes: indices of its GPUs, bytes of their memory (None: unknown), and since when (Unix)."""
     gpus = sorted({gpu for holder in its for gpu in holder.gpus})
@@ -382,8 +388,8 @@ class Workloads:
     def _then(self, its: Sequence[Holder], wait: float, undeclared: str) -> str:
         """What becomes of work that nobody declared."""
         if undeclared == REFUSE:
-            return "is not declared, so the node is refused"
-        patience = f"is not declared: it is waited for, at most {wait:.0f} s, then"
+            return "is not declared in gpu_workloads, so the node is refused"
+        patience = f"is not declared in gpu_workloads: it is waited for, at most {wait:.0f} s, then"
         if undeclared == STOP and all(holder.container or self._stoppable(holder) for holder in its):
             return f"{patience} it is stopped, and started again afterwards"
         return f"{patience} the node is given up, with its declared work untouched"
@@ -398,25 +404,35 @@ class Workloads:
     # -- stopping
 
     def stop(
-        self, declared: Sequence[Workload], wait: float, undeclared: str = WAIT, check: bool = False
+        self,
+        declared: Sequence[Workload],
+        wait: float,
+        undeclared: str = WAIT,
+        check: bool = False,
+        waited: float = 0,
+        look: float = 0,
     ) -> dict[str, Any]:
         """Free the node of work: wait at most ``wait`` seconds for what nobody declared, then stop what is declared.
 
         ``undeclared`` says what happens to the former when time is up: an error (WAIT), an error at once (REFUSE), or
-        its service or container is stopped too (STOP).
+        its service or container is stopped too (STOP). ``waited`` of those seconds are over; if ``look`` is not 0, this
+        call spends at most so many of the others, and then says that it is waiting.
 
-        :raises WorkloadsError: if work is left on the GPUs.
+        :raises WorkloadsError: if work is left on the GPUs. Its result says ``waiting`` if there is time left.
         """
         found = self._find_all(declared)
         began = self.monotonic()
-        patience = 0 if check else _TRANSIENT if undeclared == REFUSE else wait
-        others = self._wait_for_others(found, patience, undeclared)
+        patience = 0 if check else _TRANSIENT if undeclared == REFUSE else max(0.0, wait - waited)
+        others = self._wait_for_others(found, patience, undeclared, look)
+        spent = self.monotonic() - began
         result: dict[str, Any] = {
-            "waited": round(self.monotonic() - began, 1),
+            "waited": round(waited + spent, 1),
             "undeclared": [vars(holder) for holder in others],
             "missing": [one.workload.name for one in found if not one.present],
             "warnings": [],
         }
+        if others and not check and spent < patience:
+            raise WorkloadsError(_waiting(others, patience - spent, undeclared), {**result, "waiting": True})
         if others and undeclared == STOP:
             more, others = self._owners(others)
             found += more
@@ -436,12 +452,12 @@ class Workloads:
             return result
         self._remember(found)
         if not result["changed"] and all(self.hold.loaded(unit) for one in found for unit in one.units):
-            self._prove_free(wait - result["waited"], result)
+            self._prove_free(patience - spent, result)
             return result
         self.journal.start("stop workloads", self.now())
         try:
             self._stop(found, holding, result)
-            self._prove_free(wait - result["waited"], result)
+            self._prove_free(patience - spent, result)
         except WorkloadsError as exc:
             exc.result = result
             self.journal.end("stop workloads", self.now(), state="failed", reason=str(exc))
@@ -449,25 +465,24 @@ class Workloads:
         self.journal.end("stop workloads", self.now())
         return result
 
-    def _wait_for_others(self, found: Sequence[Found], wait: float, undeclared: str) -> list[Holder]:
-        deadline = self.monotonic() + wait
-        then = "its service or container is stopped" if undeclared == STOP else "this node is given up"
+    def _wait_for_others(self, found: Sequence[Found], wait: float, undeclared: str, look: float = 0) -> list[Holder]:
+        began = self.monotonic()
         seen: set[int] = set()
         while True:
             others = self.undeclared(found)
-            left = deadline - self.monotonic()
-            if not others or left <= 0:
+            spent = self.monotonic() - began
+            left = wait - spent
+            if not others or left <= 0 or 0 < look <= spent:
                 return others
             if {holder.pid for holder in others} != seen:
                 seen = {holder.pid for holder in others}
-                what = "; ".join(holder.describe() for holder in others)
-                self.say(f"waiting for undeclared GPU work to end: {what}. In {left:.0f} s {then}")
-            self.sleep(min(5.0, left, max(1.0, left / 4)))
+                self.say(_waiting(others, left, undeclared))
+            self.sleep(min(5.0, left, max(1.0, left / 4), look - spent if look else left))
 
     def _in_the_way(self, others: Sequence[Holder], waited: float) -> str:
         return (
             f"after {waited:.0f} s there is GPU work that nobody declared: "
-            f"{'; '.join(holder.describe() for holder in others)}. Nothing was stopped. Declare it in workloads, wait "
+            f"{'; '.join(holder.describe() for holder in others)}. Nothing was stopped. Declare it in gpu_workloads, wait "
             f"longer, or end it: {'; '.join(dict.fromkeys(holder.next for holder in others))}"
         )
 

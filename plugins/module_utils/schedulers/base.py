@@ -14,9 +14,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Node, Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Durations, Node, Snapshot
 
 
 class SchedulerError(Exception):
@@ -191,7 +192,17 @@ def with_host_facts(snapshot: Snapshot, hosts: Sequence[Mapping[str, Any]], sche
         for name, host in said.items()
         if name not in known
     ]
-    return replace(snapshot, nodes=tuple(nodes))
+    return replace(snapshot, nodes=tuple(nodes), durations=_measured(hosts) or snapshot.durations)
+
+
+def _measured(hosts: Sequence[Mapping[str, Any]]) -> Durations | None:
+    """The medians of what the last upgrades of these nodes took (``durations`` of each); None if there were none."""
+    known = [host["durations"] for host in hosts if host.get("durations")]
+    if not known:
+        return None
+    return Durations(
+        *(median(float(one[step]) for one in known) for step in ("evacuate", "install", "validate", "reboot"))
+    )
 
 
 def _told(node: Node, host: Mapping[str, Any]) -> Node:

@@ -232,8 +232,11 @@ def test_a_process_nobody_declared_is_named_and_nothing_is_killed(fleet: Fleet) 
     refused = fleet.play("upgrade", gpu_undeclared="refuse", **one)
     assert refused.rc != 0 and re.search("unfit.*GPU work that nobody declared.*gpu-counter.service", refused.output)
     assert "Take the lock of the fleet" not in refused.output
-    played = fleet.play("upgrade", gpu_workload_wait=3, **one)
+    played = fleet.play("upgrade", gpu_workload_wait=8, **one)
     assert played.rc != 0
+    assert re.search(
+        r"^gpu-1: waiting for undeclared GPU work to end: PID \d+ gpu-counter", played.output, re.MULTILINE
+    )
     assert "gpu-counter.service" in played.nodes["gpu-1"]["reason"]
     assert fleet.loaded("gpu-1") == OLD
     assert fleet.sh("gpu-1", SERVICES).split() == ["active", "active"]

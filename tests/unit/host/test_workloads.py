@@ -243,14 +243,13 @@ def test_survey_names_all_work_and_says_what_will_be_done(tmp_path: Path) -> Non
     session = work[-2]
     assert (session["gpus"], session["memory"], session["pids"], session["since"]) == ([0, 1], 150, [7, 8], 0.0)
     assert work[0]["then"] == "is stopped, and started again afterwards" and "left so" in work[3]["then"]
-    given_up = (
-        "is not declared: it is waited for, at most 60 s, then the node is given up, with its declared work untouched"
-    )
-    stopped = "is not declared: it is waited for, at most 60 s, then it is stopped, and started again afterwards"
+    patience = "is not declared in gpu_workloads: it is waited for, at most 60 s, then"
+    given_up = f"{patience} the node is given up, with its declared work untouched"
+    stopped = f"{patience} it is stopped, and started again afterwards"
     assert [one["then"] for one in work[-2:]] == [given_up, given_up]
     assert [one["then"] for one in node.open().survey(ALL, 60, STOP)[-2:]] == [given_up, stopped]
     assert {one["then"] for one in node.open().survey(ALL, 60, REFUSE)[-2:]} == {
-        "is not declared, so the node is refused"
+        "is not declared in gpu_workloads, so the node is refused"
     }
     assert node.machine.clock == 0 and not any(call[1] in ("stop", "start") for call in node.machine.calls)
 
@@ -303,6 +302,30 @@ def test_undeclared_work_is_waited_for_before_anything_is_stopped(tmp_path: Path
     ]
 
 
+def test_a_look_says_what_is_waited_for_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    node = busy_node(tmp_path)
+    before = node.states()
+    node.held.append(holder(9))
+    node.until[9] = 40
+    for waited, left in ((0.0, 57), (20.0, 37)):
+        with pytest.raises(
+            WorkloadsError, match=f"waiting for undeclared .*PID 9 .* In {left} s this node is"
+        ) as caught:
+            node.open().stop([TRAINER, BOX], 60, waited=waited, look=3)
+        assert caught.value.result["waiting"] and caught.value.result["waited"] == waited + 3
+    assert node.states() == before
+    node.until[9] = node.machine.clock + 5
+    assert node.open().stop([TRAINER, BOX], 60, waited=40, look=20)["stopped"] == ["trainer", "box"]
+
+
+def test_the_last_look_ends_as_the_policy_says(tmp_path: Path) -> None:
+    node = busy_node(tmp_path)
+    with pytest.raises(WorkloadsError, match="after 60 s there is GPU work that nobody declared"):
+        node.open().stop([BOX], 60, waited=50, look=20)
+    result = node.open().stop([BOX], 60, STOP, waited=50, look=20)
+    assert result["stopped"] == ["box", "trainer.service"] and result["waited"] == 60
+
+
 def test_when_it_does_not_end_nothing_was_stopped(tmp_path: Path) -> None:
     node = busy_node(tmp_path)
     before = node.states()
@@ -311,7 +334,7 @@ def test_when_it_does_not_end_nothing_was_stopped(tmp_path: Path) -> None:
         node.stop(TRAINER, BOX, wait=60)
     assert str(caught.value) == (
         "after 60 s there is GPU work that nobody declared: PID 9 python (user alice) since 1970-01-01 00:00:00Z. "
-        "Nothing was stopped. Declare it in workloads, wait longer, or end it: ask alice to end it"
+        "Nothing was stopped. Declare it in gpu_workloads, wait longer, or end it: ask alice to end it"
     )
     assert caught.value.result["undeclared"][0]["pid"] == 9
     assert node.states() == before and Journal.open(str(tmp_path / "state"), read_only=True).before("workloads") is None

@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Node, Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Durations, Node, Snapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (
     End,
     Evacuated,
@@ -44,6 +44,17 @@ def test_a_reason_of_the_host_to_skip_it_is_kept() -> None:
 
 def test_without_hosts_the_scheduler_is_believed() -> None:
     assert set(merged()) == {"n1", "n2"} and merged()["n2"].skip is None
+
+
+def test_times_are_those_of_earlier_upgrades_where_there_were_any() -> None:
+    def took(*seconds: float) -> dict:
+        return dict(zip(("evacuate", "install", "validate", "reboot"), seconds, strict=True))
+
+    fleet = Snapshot(nodes=(Node("n1"), Node("n2"), Node("n3"), Node("n4")))
+    hosts = [{"name": "n1", "durations": took(5, 50, 7, 0)}, {"name": "n2", "durations": took(1, 70, 9, 0)}]
+    hosts += [{"name": "n3", "durations": {}}, {"name": "n4", "durations": took(3, 60, 8, 100)}]
+    assert with_host_facts(fleet, hosts, "hosts").durations == Durations(3, 60, 8, 0)
+    assert with_host_facts(fleet, hosts[2:3], "hosts").durations == Durations()
 
 
 def test_fate_of_a_plan() -> None:
