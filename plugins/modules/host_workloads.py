@@ -34,9 +34,13 @@ options:
     description:
       - V(stopped) frees the node of work. Containers are stopped first, then units, each in the order of O(workloads).
       - V(started) starts what was running before, in the reverse order, and checks it.
+      - V(hosted) starts O(workloads) of O(origin) on this node while that node is upgraded, and checks them. They have
+        to be stopped there. It refuses, before it starts anything, if they run here already for anybody else, if they
+        are not there to be started, or if this node is being upgraded itself.
+      - V(returned) stops on this node what V(hosted) has started for O(origin), so that it can be started there again.
       - V(listed) changes nothing. RV(work) says what uses the GPUs, and what V(stopped) would do about it.
     type: str
-    choices: [stopped, started, listed]
+    choices: [stopped, started, hosted, returned, listed]
     required: true
   workloads:
     description:
@@ -86,6 +90,30 @@ options:
         description: Seconds until it must run, and again until O(workloads[].ready) must have succeeded.
         type: int
         default: 120
+      elsewhere:
+        description:
+          - Another host that has the same unit or container, not running. The role C(evacuate) starts it there while it
+            is stopped here.
+        type: str
+      come_back:
+        description: Whether it is stopped there and started here again afterwards. If not, it stays there.
+        type: bool
+        default: true
+  origin:
+    description: The node whose work it is. Required with O(state=hosted) and O(state=returned).
+    type: str
+  back_from:
+    description:
+      - Hosts on which no work of this node runs any more. O(state=started) fails if work was started on any other, as
+        it must not run on two.
+    type: list
+    elements: str
+    default: []
+  stay:
+    description: Names of work that O(state=started) does not start, because it stays where it was started instead.
+    type: list
+    elements: str
+    default: []
   wait:
     description: Seconds to wait for GPU processes that nobody declared to end by themselves.
     type: int
@@ -139,6 +167,14 @@ EXAMPLES = r"""
 - name: Start what was running
   gpufleet.driver.host_workloads:
     state: started
+
+- name: Start work of another node here while that one is upgraded
+  gpufleet.driver.host_workloads:
+    state: hosted
+    origin: gpu-node-01
+    workloads:
+      - name: inference
+        unit: inference.service
 
 - name: See what uses the GPUs, also what nobody declared
   gpufleet.driver.host_workloads:
@@ -216,7 +252,16 @@ stopped:
   description: Names of the workloads that were running and were stopped.
   type: list
   elements: str
+  returned: with O(state=stopped) and O(state=returned)
+elsewhere:
+  description: Work that ran here and is to be started on another host, with the name of that host.
+  type: dict
   returned: with O(state=stopped)
+kept:
+  description: Names of the workloads that stay on this node.
+  type: list
+  elements: str
+  returned: with O(state=returned)
 missing:
   description: Names of the workloads that are not on this node.
   type: list
@@ -295,7 +340,7 @@ started:
   description: Names of the workloads that were running before and were started.
   type: list
   elements: str
-  returned: with O(state=started)
+  returned: with O(state=started) and O(state=hosted)
 left_stopped:
   description: Names of the workloads that were not running before, and so were not started.
   type: list
@@ -315,10 +360,13 @@ workloads:
     notebook: missing
 """
 
+import time
+
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders, nvml
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.guests import Guests
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import SystemdError
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.workloads import (
     ENGINES,
@@ -329,8 +377,10 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.workloads imp
     from_census,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
+from ansible_collections.gpufleet.driver.plugins.module_utils.statefile import StateFileError
 
 NVML_SECONDS = 20
+STATES = ("stopped", "started", "hosted", "returned", "listed")
 
 
 def census() -> list[Holder]:
@@ -345,7 +395,7 @@ def census_with_usage() -> list[Holder]:
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
-            "state": {"type": "str", "choices": ["stopped", "started", "listed"], "required": True},
+            "state": {"type": "str", "choices": list(STATES), "required": True},
             "workloads": {
                 "type": "list",
                 "elements": "dict",
@@ -359,9 +409,14 @@ def main() -> None:
                     "ready": {"type": "list", "elements": "str", "default": []},
                     "save": {"type": "dict"},
                     "ready_timeout": {"type": "int", "default": 120},
+                    "elsewhere": {"type": "str"},
+                    "come_back": {"type": "bool", "default": True},
                 },
                 "required_one_of": [("unit", "container")],
             },
+            "origin": {"type": "str"},
+            "back_from": {"type": "list", "elements": "str", "default": []},
+            "stay": {"type": "list", "elements": "str", "default": []},
             "wait": {"type": "int", "default": 300},
             "waited": {"type": "float", "default": 0},
             "look": {"type": "float", "default": 0},
@@ -369,6 +424,7 @@ def main() -> None:
             "extra_units": {"type": "list", "elements": "str", "default": []},
             "state_dir": {"type": "path", "default": "/var/lib/gpufleet"},
         },
+        required_if=[("state", "hosted", ("origin",)), ("state", "returned", ("origin",))],
         supports_check_mode=True,
     )
     p = module.params
@@ -378,7 +434,8 @@ def main() -> None:
     ]
     try:
         listed = p["state"] == "listed"
-        journal = Journal.open(p["state_dir"], read_only=module.check_mode or listed)
+        read_only = module.check_mode or p["state"] not in ("stopped", "started")
+        journal = Journal.open(p["state_dir"], read_only=read_only)
         look = census_with_usage if listed else census
         node = Workloads(journal, execution.run, look, module.log, extra_units=p["extra_units"])
         if listed:
@@ -388,13 +445,19 @@ def main() -> None:
             result = node.stop(
                 declared, p["wait"], p["undeclared"], check=module.check_mode, waited=p["waited"], look=p["look"]
             )
+        elif p["state"] == "started":
+            result = node.start(declared, check=module.check_mode, stay=p["stay"], back_from=p["back_from"])
         else:
-            result = node.start(declared, check=module.check_mode)
+            guests = Guests(node, p["state_dir"], time.time)
+            if p["state"] == "hosted":
+                result = guests.take_in(declared, p["origin"], check=module.check_mode)
+            else:
+                result = guests.send_home(p["origin"], check=module.check_mode)
     except WorkloadsError as exc:
         for warning in exc.result.pop("warnings", []):
             module.warn(warning)
         module.fail_json(msg=str(exc), **exc.result)
-    except (SystemdError, JournalError) as exc:
+    except (SystemdError, JournalError, StateFileError) as exc:
         module.fail_json(msg=str(exc))
     for warning in result.pop("warnings", []):
         module.warn(warning)

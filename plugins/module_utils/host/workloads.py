@@ -67,6 +67,9 @@ class Workload:
 
     With both, the unit is what is stopped and started, and the container says whose the processes in it are: those of
     a unit that calls ``docker run`` are not in the unit's own cgroup.
+
+    ``elsewhere`` names another host that has the same unit or container: it is started there while it is stopped here.
+    ``come_back`` says that it is stopped there and started here again afterwards.
     """
 
     name: str
@@ -76,6 +79,8 @@ class Workload:
     stop_timeout: float = 60
     ready: tuple[str, ...] = ()
     ready_timeout: float = 120
+    elsewhere: str | None = None
+    come_back: bool = True
     declared: bool = True
 
 
@@ -112,6 +117,13 @@ def _waiting(others: Sequence[Holder], left: float, undeclared: str) -> str:
     then = "its service or container is stopped" if undeclared == STOP else "this node is given up"
     what = "; ".join(holder.describe() for holder in others)
     return f"waiting for undeclared GPU work to end: {what}. In {left:.0f} s {then}"
+
+
+def _then_declared(work: Workload) -> str:
+    if not work.elsewhere:
+        return "is stopped, and started again afterwards"
+    back = "and comes back afterwards" if work.come_back else "and stays there"
+    return f"is stopped, started on {work.elsewhere} {back}"
 
 
 def _entry(name: str, kind: str, its: Sequence[Holder]) -> dict[str, Any]:
@@ -293,6 +305,24 @@ class Found:
         return any(holder.unit in unit.names for unit in self.units)
 
 
+def record(found: Found, order: int = 0) -> dict[str, Any]:
+    """A workload as it is now, for the journal and for :meth:`Workloads.bring_up`."""
+    work = found.workload
+    return {
+        "order": order,
+        "running": found.running,
+        "units": [unit.id for unit in found.units if unit.up],
+        "container": None if found.units else work.container,
+        "engine": work.engine,
+        "policy": found.container.policy if found.container else None,
+        "ready": list(work.ready),
+        "ready_timeout": work.ready_timeout,
+        "elsewhere": work.elsewhere,
+        "come_back": work.come_back,
+        "declared": work.declared,
+    }
+
+
 class Workloads:
     """The work on this node. ``census`` lists the processes that have a GPU open; ``say`` logs what is waited for."""
 
@@ -374,7 +404,7 @@ class Workloads:
             kind = "unit" if one.units else "container"
             entry = _entry(known.name, kind, [holder for holder in everybody if one.owns(holder)])
             what = one.units[0].id if one.units else known.unit or known.container
-            then = "is stopped, and started again afterwards" if one.running else "is not running, and left so"
+            then = _then_declared(known) if one.running else "is not running, and left so"
             work.append({**entry, "declared": True, "what": what, "state": one.state, "then": then})
         others: dict[tuple[str, str], list[Holder]] = {}
         for holder in everybody:
@@ -446,6 +476,7 @@ class Workloads:
             changed=bool(stopping or self.hold.missing(holding)),
             stopped=[one.workload.name for one in stopping],
             workloads=after,
+            elsewhere=self._going_elsewhere(found),
             diff={"before": before, "after": after},
         )
         if check:
@@ -465,6 +496,16 @@ class Workloads:
         self.journal.end("stop workloads", self.now())
         return result
 
+    def _going_elsewhere(self, found: Sequence[Found]) -> dict[str, str]:
+        """Work that runs here, or ran before an interrupted run stopped it, → the host it is to be started on."""
+        records = self.journal.before(KIND) or {}
+        places = {}
+        for one in found:
+            known = records.get(one.workload.name) or record(one)
+            if known["running"] and known.get("elsewhere"):
+                places[one.workload.name] = known["elsewhere"]
+        return places
+
     def _wait_for_others(self, found: Sequence[Found], wait: float, undeclared: str, look: float = 0) -> list[Holder]:
         began = self.monotonic()
         seen: set[int] = set()
@@ -482,8 +523,8 @@ class Workloads:
     def _in_the_way(self, others: Sequence[Holder], waited: float) -> str:
         return (
             f"after {waited:.0f} s there is GPU work that nobody declared: "
-            f"{'; '.join(holder.describe() for holder in others)}. Nothing was stopped. Declare it in gpu_workloads, wait "
-            f"longer, or end it: {'; '.join(dict.fromkeys(holder.next for holder in others))}"
+            f"{'; '.join(holder.describe() for holder in others)}. Nothing was stopped. Declare it in gpu_workloads, "
+            f"wait longer, or end it: {'; '.join(dict.fromkeys(holder.next for holder in others))}"
         )
 
     def _owners(self, others: Sequence[Holder]) -> tuple[list[Found], list[Holder]]:
@@ -521,20 +562,7 @@ class Workloads:
 
     def _remember(self, found: Sequence[Found]) -> None:
         base = len(self.journal.before(KIND) or {})
-        records = {}
-        for index, one in enumerate(found):
-            work = one.workload
-            records[work.name] = {
-                "order": base + index,
-                "running": one.running,
-                "units": [unit.id for unit in one.units if unit.up],
-                "container": None if one.units else work.container,
-                "engine": work.engine,
-                "policy": one.container.policy if one.container else None,
-                "ready": list(work.ready),
-                "ready_timeout": work.ready_timeout,
-                "declared": work.declared,
-            }
+        records = {one.workload.name: record(one, base + index) for index, one in enumerate(found)}
         self.journal.remember_each(KIND, records)
 
     def _stop(self, found: Sequence[Found], holding: Sequence[str], result: dict[str, Any]) -> None:
@@ -597,13 +625,30 @@ class Workloads:
 
     # -- starting
 
-    def start(self, declared: Sequence[Workload] = (), check: bool = False) -> dict[str, Any]:
+    def start(
+        self,
+        declared: Sequence[Workload] = (),
+        check: bool = False,
+        stay: Sequence[str] = (),
+        back_from: Sequence[str] = (),
+    ) -> dict[str, Any]:
         """Start what was running before :meth:`stop`, and nothing else, in the reverse order; forget it once it is
-        ready. ``declared`` may bring newer ``ready`` probes.
+        ready. ``declared`` may bring newer ``ready`` probes; ``stay`` names what stays where it was started instead;
+        ``back_from`` the hosts where nothing of this node runs any more.
 
-        :raises WorkloadsError: naming what did not come back; it stays remembered.
+        :raises WorkloadsError: naming what did not come back, or may run elsewhere; it stays remembered.
         """
-        records = {name: dict(record) for name, record in (self.journal.before(KIND) or {}).items()}
+        records = {name: dict(kept) for name, kept in (self.journal.before(KIND) or {}).items()}
+        for name in records.keys() & set(stay):
+            records[name]["running"] = False
+        away = {name: kept["elsewhere"] for name, kept in records.items() if kept["running"] and kept.get("elsewhere")}
+        away = {name: host for name, host in away.items() if host not in back_from}
+        if away:
+            where = "; ".join(f"{name} on {host}" for name, host in sorted(away.items()))
+            raise WorkloadsError(
+                f"work of this node may run elsewhere, so nothing was started here: {where}. Declare it with elsewhere "
+                f"as before, so that it is stopped there; or, if that host is gone, name it in gpu_elsewhere_gone"
+            )
         for work in declared:
             if work.name in records:
                 records[work.name].update(ready=list(work.ready), ready_timeout=work.ready_timeout)
@@ -629,7 +674,7 @@ class Workloads:
             self.run(["nvidia-modprobe", "-u", "-c=0"], timeout=_QUERY)
         failed = {}
         for name in [*again, *result["left_stopped"]]:
-            trouble = self._start(records[name])
+            trouble = self.bring_up(records[name])
             if trouble:
                 failed[name] = f"{name}: {trouble}"
         result["failed_workloads"] = sorted(failed)
@@ -642,8 +687,8 @@ class Workloads:
         self.journal.end("start workloads", self.now())
         return result
 
-    def _start(self, record: Mapping[str, Any]) -> str:
-        """Bring one workload back to where it was; what is wrong with it, or an empty text."""
+    def bring_up(self, record: Mapping[str, Any]) -> str:
+        """Bring one workload back to how :func:`record` found it; what is wrong with it, or an empty text."""
         if record["container"]:
             trouble = self._start_container(record)
         else:
@@ -659,6 +704,20 @@ class Workloads:
             if deadline - self.monotonic() <= 0:
                 return f"is running, but not ready after {record['ready_timeout']:.0f} s ({said.describe()})"
             self.sleep(2.0)
+
+    def take_down(self, one: Found) -> None:
+        """Stop a workload that is somebody else's guest here, leaving its unit or container free to start again.
+
+        :raises WorkloadsError: if it does not stop.
+        """
+        if one.units:
+            self._stop_units(one)
+        elif one.container and one.container.running and one.workload.container:
+            engine = Engine(one.workload.engine, self.run)
+            said = engine.stop(one.workload.container, one.workload.stop_timeout)
+            now = engine.inspect(one.workload.container)
+            if now is not None and now.running:
+                raise WorkloadsError(f"container {one.workload.container} did not stop ({said.describe()})")
 
     def _start_units(self, record: Mapping[str, Any]) -> str:
         deadline = self.monotonic() + record["ready_timeout"]

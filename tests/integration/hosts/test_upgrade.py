@@ -357,3 +357,32 @@ def test_a_canary_that_fails_its_soak_does_not_stay_in_service(
     recovered = fleet.play("recover", gpu_hosts="gpu-1", **WORKLOAD)
     assert recovered.rc == 0, recovered.output[-5000:]
     assert fleet.loaded("gpu-1") == OLD and fleet.sh("gpu-1", SERVICES).split() == ["active", "active"]
+
+
+def test_work_runs_elsewhere_while_its_node_is_upgraded(fleet: Fleet) -> None:
+    def counters() -> dict[str, str]:
+        return {
+            name: fleet.sh(name, "systemctl is-active gpu-counter", check=False).strip() for name in fleet.names[:2]
+        }
+
+    work = [{"name": "counter", "unit": "gpu-counter.service", "elsewhere": "gpu-2", "ready": ["true"]}]
+    one = {"gpu_driver_version": NEW, "gpu_hosts": "gpu-1", "gpu_workloads": work, "gpu_baseline_tolerance": 100}
+    refused = fleet.play("upgrade", **one)
+    assert refused.rc != 0 and refused.outcomes == {"gpu-1": "rolled back"}
+    assert "it runs here already, and not for gpu-1" in refused.nodes["gpu-1"]["reason"]
+    fleet.sh("gpu-2", "systemctl stop gpu-counter")
+    pid = fleet.sh("gpu-1", "systemctl show -p MainPID --value gpu-counter")
+    batch = fleet.play("upgrade", **{**one, "gpu_hosts": "gpu-1,gpu-2", "gpu_canary": 2, "gpu_max_unavailable": 2})
+    assert batch.rc != 0 and "counter was to be started on gpu-2, which is upgraded at the same time" in batch.output
+    assert fleet.sh("gpu-1", "systemctl show -p MainPID --value gpu-counter") == pid, "nothing was stopped"
+    playing = fleet.begin("upgrade", gpu_run_id="first", **one)
+    playing.wait_for("TASK [gpufleet.driver.install : Swap the")
+    assert counters() == {"gpu-1": "inactive", "gpu-2": "active"}
+    playing.kill()
+    again = fleet.play("upgrade", gpu_lock_takeover="first", **one)
+    assert again.rc == 0, again.output[-5000:]
+    assert fleet.loaded("gpu-1") == NEW and fleet.loaded("gpu-2") == OLD
+    assert counters() == {"gpu-1": "active", "gpu-2": "inactive"}
+    stays = [{**work[0], "come_back": False}]
+    assert fleet.play("rollback", **{**one, "gpu_workloads": stays}).rc == 0
+    assert fleet.loaded("gpu-1") == OLD and counters() == {"gpu-1": "inactive", "gpu-2": "active"}
