@@ -26,7 +26,7 @@ class ActionModule(ActionBase):
             result.update(self.act(variables))
         except AnsibleConnectionFailure as exc:
             node = self._task.delegate_to or variables.get("inventory_hostname", "the node")
-            result.update(failed=True, lost=True, msg=f"{node} stopped answering during {self._task.action}: {exc}")
+            result.update(failed=True, lost=True, msg=f"{node} does not answer ({self._task.action}): {exc}")
         else:
             self._remove_tmp_path(self._connection._shell.tmpdir)
         return result

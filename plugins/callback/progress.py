@@ -39,8 +39,8 @@ PHASES = {
 }
 SHOWN_STEPS = ("install", "rollback")
 """Roles whose single steps are shown: those that keep a node out of service."""
-GROUPED_LATER = ("preflight",)
-"""Roles whose failures are told later, for all nodes together."""
+GROUPED_LATER = "Look at every node"
+"""The play whose failures are told later, for all nodes together."""
 QUIET = ("set_fact", "assert", "meta", "validate_argument_spec", "include_tasks", "include_role", "debug")
 """Actions that do nothing worth a line."""
 GOOD, BAD = "good", "bad"
@@ -56,6 +56,7 @@ class Progress:
     def __init__(self, now: float) -> None:
         self.began = now
         self.play_name: str | None = None
+        self.current = ""
         self.phase: str | None = None
         self.batches: Sequence[Mapping[str, Any]] = ()
         self.seen: dict[str, int] = {}
@@ -66,7 +67,7 @@ class Progress:
 
     def play(self, name: str, now: float) -> list[Line]:
         lines = self._ended(now) + self._close(now)
-        self.play_name = name
+        self.play_name = self.current = name
         return lines
 
     def task(self, name: str, role: str | None, action: str, now: float) -> list[Line]:
@@ -122,7 +123,7 @@ class Progress:
     def failed(self, host: str, task: str, result: Mapping[str, Any], now: float) -> list[Line]:
         self._stop(host, now)
         self.step = None
-        if self.phase in GROUPED_LATER:
+        if self.current == GROUPED_LATER:
             self.failures[host] = self.failures.get(host, 0) + 1
             return []
         of_items = [item.get("msg") for item in result.get("results", ()) if item.get("failed")]
@@ -167,7 +168,7 @@ class Progress:
             who = ", ".join(f"{host} {lasted(seconds)}" for host, seconds in spent.items())
         else:
             who = f"{len(spent)} nodes, {lasted(min(spent.values()))} to {lasted(longest)}"
-        bad = f"; not fit: {named(list(failures))}" if failures else ""
+        bad = f"; not fit: {named(sorted(failures))}" if failures else ""
         return [self._line(f"  {PHASES[phase]:<10} {who}{bad}", now, BAD if bad else "")]
 
     def _line(self, text: str, now: float, mood: str = "") -> Line:

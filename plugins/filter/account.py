@@ -14,6 +14,8 @@ class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
             "grouped": account.grouped,
+            "reasons": account.reasons,
+            "misspelt": account.misspelt,
             "next_steps": account.next_steps,
             "work_lines": account.work_lines,
             "durations": account.durations,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from difflib import get_close_matches
 from typing import Any
 
 NAMES_SHOWN = 4
@@ -48,6 +49,39 @@ def grouped(nodes: Iterable[Mapping[str, Any]], field: str = "reason") -> list[d
         example = f"for example of {names[0]}: " if len(said) > 1 else ""
         out.append({"nodes": names, "reason": said[0], "text": f"{who}: {example}{said[0]}"})
     return out
+
+
+def reasons(findings: Iterable[Mapping[str, Any]]) -> str:
+    """What findings of level error say and what to do about each, as one text; messages of one check that end alike are
+    one: ``a, b is not available at 550.1``. Empty if there is no error."""
+    by_check: dict[str, list[Mapping[str, Any]]] = {}
+    for finding in findings:
+        if finding["level"] == "error":
+            by_check.setdefault(finding["check"], []).append(finding)
+    said = []
+    for members in by_check.values():
+        following = next((str(one["next"]) for one in members if one.get("next")), "")
+        text = _folded(list(dict.fromkeys(str(one["message"]) for one in members)))
+        said.append(f"{text} (next: {following})" if following else text)
+    return "; ".join(dict.fromkeys(said))
+
+
+def _folded(messages: Sequence[str]) -> str:
+    words = [message.split(" ") for message in messages]
+    same = 0
+    while same < min(map(len, words)) - 1 and len({tuple(each[-same - 1 :]) for each in words}) == 1:
+        same += 1
+    if len(messages) == 1 or same < 2:
+        return "; ".join(messages)
+    return f"{', '.join(' '.join(each[:-same]) for each in words)} {' '.join(words[0][-same:])}"
+
+
+def misspelt(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Of ``names``, those that are not known but nearly so: ``gpu_canery (did you mean gpu_canary?)``."""
+    right = sorted(known)
+    unknown = sorted(set(names) - set(right))
+    near = ((name, get_close_matches(name, right, 1, 0.85)) for name in unknown)
+    return [f"{name} (did you mean {close[0]}?)" for name, close in near if close]
 
 
 _MEND = ("refused", "rolled back", "skipped")

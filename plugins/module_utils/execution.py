@@ -29,6 +29,8 @@ NOT_FOUND_RC = 127
 """Exit status reported for a program that is not installed, as a shell does."""
 
 _GRACE = 2.0
+_COMMAND_SHOWN = 120
+"""Characters of a command in a message; a list of packages can be very long."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,16 @@ class Completed:
         return self.rc == 0
 
     def describe(self) -> str:
-        """One line for an error message: the command, its status and the last line it printed."""
-        said = (self.stderr.strip() or self.stdout.strip()).splitlines()
+        """One line for an error message: the command, its status, and the last line it printed; of apt, which ends with
+        what it could not do, all the errors before that too."""
+        lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
+        said = "; ".join(dict.fromkeys(line for line in lines if line.startswith("E: "))) or (
+            lines[-1] if lines else ""
+        )
         status = f"no answer within {self.seconds:.0f} s" if self.timed_out else f"rc {self.rc}"
-        return f"{' '.join(self.argv)}: {status}" + (f": {said[-1]}" if said else "")
+        command = " ".join(self.argv)
+        shown = command if len(command) <= _COMMAND_SHOWN else f"{command[:_COMMAND_SHOWN]}…"
+        return f"{shown}: {status}" + (f": {said}" if said else "")
 
 
 @dataclass(frozen=True)

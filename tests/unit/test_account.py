@@ -22,7 +22,7 @@ def test_one_reason_is_said_once_for_all_its_nodes() -> None:
     nodes = [
         {
             "name": f"gpu-{number}",
-            "reason": f"gpu-{number} stopped answering: PID {number} since 2026-11-29 18:0{number}:00Z",
+            "reason": f"gpu-{number} does not answer: PID {number} since 2026-11-29 18:0{number}:00Z",
         }
         for number in range(1, 7)
     ]
@@ -33,11 +33,45 @@ def test_one_reason_is_said_once_for_all_its_nodes() -> None:
     assert first["nodes"] == [f"gpu-{number}" for number in range(1, 7)]
     assert first["text"] == (
         "6 nodes (gpu-1, gpu-2, gpu-3, gpu-4 and 2 more): for example of gpu-1: "
-        "gpu-1 stopped answering: PID 1 since 2026-11-29 18:01:00Z"
+        "gpu-1 does not answer: PID 1 since 2026-11-29 18:01:00Z"
     )
     assert second["text"] == "2 nodes (gpu-9, gpu-7): package x is held"
     assert account.grouped([held])[0]["text"] == "gpu-7: package x is held"
     assert account.grouped([]) == []
+
+
+def finding(check: str, message: str, following: str | None = None, level: str = "error") -> dict[str, Any]:
+    return {"check": check, "message": message, "next": following, "level": level}
+
+
+@pytest.mark.parametrize(
+    ("findings", "expected"),
+    [
+        ([], ""),
+        ([finding("a", "warm", level="warning")], ""),
+        (
+            [finding("a", "no headers", "install them"), finding("b", "no space")],
+            "no headers (next: install them); no space",
+        ),
+        (
+            [finding("a", f"{name} is not available at 5.1", f"policy {name}") for name in ("x", "y or z", "x")],
+            "x, y or z is not available at 5.1 (next: policy x)",
+        ),
+        ([finding("a", "x is held"), finding("a", "y was lost")], "x is held; y was lost"),
+        ([finding("a", "is held"), finding("a", "x is held")], "is held; x is held"),
+    ],
+    ids=["none", "no error", "two", "alike", "one check, not alike", "nothing before what is alike"],
+)
+def test_reasons(findings: list[dict[str, Any]], expected: str) -> None:
+    assert account.reasons(findings) == expected
+
+
+def test_misspelt_settings_are_found_and_names_of_others_are_not() -> None:
+    known = ["gpu_canary", "gpu_max_failed", "gpu_hosts"]
+    assert account.misspelt(["gpu_canery", "gpu_hosts", "gpu_model", "gpu_max_faild"], known) == [
+        "gpu_canery (did you mean gpu_canary?)",
+        "gpu_max_faild (did you mean gpu_max_failed?)",
+    ]
 
 
 def lines(**outcomes: str) -> list[dict[str, str]]:

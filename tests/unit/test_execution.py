@@ -20,6 +20,14 @@ def test_output_and_status() -> None:
     assert done.describe() == "sh -c echo out; echo err >&2; exit 3: rc 3: err"
 
 
+def test_a_message_has_the_cause_and_not_a_screen_of_package_names() -> None:
+    errors = "W: old\nE: Write error - write (28: No space left on device)\nE: The package lists could not be opened.\n"
+    done = execution.Completed(("apt-cache", "policy", *["libnvidia-compute-535-server"] * 9), 100, "", errors, 0.1)
+    said = done.describe()
+    assert "No space left on device); E: The package lists" in said and "W: old" not in said
+    assert said.startswith("apt-cache policy libnvidia") and "…: rc 100: " in said and len(said) < 250
+
+
 def test_missing_program_is_a_result_not_an_exception() -> None:
     done = execution.run(["no-such-program"], timeout=1)
     assert done.rc == execution.NOT_FOUND_RC and "not found" in done.stderr

@@ -355,7 +355,7 @@ class Apt(DriverSource):
                     "drivers.held",
                     f"held packages would have to move: {', '.join(refused)}",
                     {"held": refused},
-                    "apt-mark unhold them, or name them in release_holds",
+                    "apt-mark unhold them, or name them in gpu_release_holds",
                 )
             )
         if not changing and not remove and not marks:

@@ -279,7 +279,7 @@ class Dnf(DriverSource):
                     "drivers.held",
                     f"locked packages would have to move: {', '.join(refused)}",
                     {"held": refused},
-                    "dnf versionlock delete them, or name them in release_holds",
+                    "dnf versionlock delete them, or name them in gpu_release_holds",
                 )
             )
         marks = any(build.held != (name in installed.holds) for name, build in builds.items())
