@@ -33,6 +33,9 @@ FIRST_POLL_SECONDS, POLL_SECONDS = 0.1, 1.0
 BUDGET_SECONDS = 2.0
 """How long a budget that refused is left alone, if the server does not say."""
 
+STOPPING_SECONDS = 30.0
+"""How long after its grace period a pod may still be there before that is hopeless, once waiting is over."""
+
 EVICTED, ENDED = "evicted", "ended"
 _GO = frozenset(("move", "cold_start"))
 
@@ -181,7 +184,7 @@ class Evacuation:
         for pod, owner in rest.pods:
             name = objects.pod_name(pod)
             if "deletionTimestamp" in pod["metadata"]:
-                if late:
+                if late and self._overdue(pod) > STOPPING_SECONDS:
                     return f"{self._stopping(pod)}; delete it by force once its processes are surely gone: " + (
                         f"kubectl -n {pod['metadata']['namespace']} delete pod {pod['metadata']['name']} --force"
                     )
@@ -268,10 +271,14 @@ class Evacuation:
         meta = pod["metadata"]
         finalizers = meta.get("finalizers") or ()
         held = f", held by finalizer {', '.join(finalizers)}" if finalizers else ""
-        ends = objects.moment(meta["deletionTimestamp"])
-        overdue = self._clock() - ends if ends is not None else 0.0
+        overdue = self._overdue(pod)
         late = f", {overdue:.0f} s past its grace period" if overdue > 1 else ""
         return f"{objects.pod_name(pod)} is being deleted{held}{late}"
+
+    def _overdue(self, pod: Object) -> float:
+        """Seconds since the end of its grace period."""
+        ends = objects.moment(pod["metadata"]["deletionTimestamp"])
+        return 0.0 if ends is None else self._clock() - ends
 
     def _take_off(self, node: str, its: Progress, rest: Rest, check: bool) -> None:
         """Have the DaemonSets that use a GPU leave this node, and remember how to bring them back."""

@@ -12,6 +12,7 @@ import pytest
 from api import ApiError
 from cluster import RUN, Cluster, evacuate, go, until
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_evacuation
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import End, Fate
 
@@ -180,9 +181,15 @@ def test_fates_by_policy(cluster: Cluster, template: Any, options: Any, reason: 
         assert cluster.pods_on(node) == sorted(["alone", other]), "nothing was disturbed"
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes_evacuation, "STOPPING_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("short")
 def test_a_pod_held_by_a_finalizer_is_waited_for_by_name_and_fails_in_the_end(cluster: Cluster) -> None:
     (node,) = cluster.nodes(1)
-    (pod,) = cluster.deployment("llama")
+    (pod,) = cluster.deployment("llama", terminationGracePeriodSeconds=1)
     cluster.api.patch(cluster.path("pods", pod), {"metadata": {"finalizers": ["example.com/hold"]}})
     backend = cluster.backend()
     backend.cordon([node], RUN)
@@ -190,13 +197,15 @@ def test_a_pod_held_by_a_finalizer_is_waited_for_by_name_and_fails_in_the_end(cl
     assert result.failed and "held by finalizer example.com/hold" in result.msg
 
 
+@pytest.mark.usefixtures("short")
 def test_a_pod_that_never_stops_fails_the_node_with_the_command_to_type(cluster: Cluster) -> None:
     (node,) = cluster.nodes(1)
     (pod,) = cluster.deployment("llama", annotations={"lab.gpufleet/stuck": "true"}, terminationGracePeriodSeconds=1)
     backend = cluster.backend()
     backend.cordon([node], RUN)
-    early = evacuate(backend, [node], go(cluster, pod), patience=3)[node]
-    assert not early.failed and "is being deleted" in early.waiting[0]
+    early = evacuate(backend, [node], go(cluster, pod), patience=0.5)[node]
+    early = evacuate(backend, [node], go(cluster, pod), patience=0.5, deadline=-1)[node]
+    assert not early.failed and "is being deleted" in early.waiting[0], "it has time to stop, however late it is"
     result = evacuate(backend, [node], go(cluster, pod), deadline=-1)[node]
     assert result.failed and "past its grace period" in result.msg
     assert f"kubectl -n {cluster.namespace} delete pod {pod} --force" in result.msg

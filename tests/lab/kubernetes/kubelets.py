@@ -14,7 +14,8 @@ It does what a kubelet does towards the API server and nothing else: no containe
 
 An image with ``.404.`` in its name cannot be pulled.
 
-Nodes are those labelled ``lab.gpufleet/node=true``.
+Nodes are those labelled ``lab.gpufleet/node=true``. With the state directory of a hosts lab, pods on nodes that are its
+machines are real processes there (machines.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import itertools
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,6 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from api import MERGE, STRATEGIC, Api, ApiError
+from machines import Machines
 
 PREFIX = "lab.gpufleet/"
 NODE_LABEL = PREFIX + "node"
@@ -79,11 +82,14 @@ class Agenda:
                     self.add(1.0, act)
                 elif exc.status not in (404, 409):
                     print(exc, flush=True)
+            except Exception:  # one pod's trouble is not the others'
+                traceback.print_exc()
 
 
 class Kubelets:
-    def __init__(self, api: Api, heartbeat: float) -> None:
+    def __init__(self, api: Api, heartbeat: float, machines: Machines | None = None) -> None:
         self.api = api
+        self.machines = machines
         self.heartbeat = heartbeat
         self.agenda = Agenda()
         self.nodes: set[str] = set()
@@ -152,7 +158,7 @@ class Kubelets:
         elif wish == "start" and said.get("start") != "never":
             self.agenda.add(float(said.get("starts-after", 0)), lambda: self.start(pod, said))
         elif wish == "Running" and "runs-for" in said:
-            self.agenda.add(float(said["runs-for"]), lambda: self.end(pod, failed=said.get("exits", "0") != "0"))
+            self.agenda.add(float(said["runs-for"]), lambda: self.end(pod, int(said.get("exits", "0"))))
         self._doing[uid] = wish
 
     def start(self, pod: Object, said: dict[str, str]) -> None:
@@ -163,6 +169,18 @@ class Kubelets:
             status = {**named, "ready": False, "restartCount": 0, "state": waiting}
             self._report(pod, {"phase": "Pending", "containerStatuses": [status]})
             return
+        machines, ends = self._machines(pod), pod["spec"].get("restartPolicy") == "Never"
+        if machines and not ends:
+            machines.start(pod)
+        self._report_running(pod, said)
+        if machines and ends:
+            self.end(pod, *machines.run(pod))
+
+    def _machines(self, pod: Object) -> Machines | None:
+        there = self.machines is not None and pod["spec"]["nodeName"] in self.machines.names
+        return self.machines if there else None
+
+    def _report_running(self, pod: Object, said: dict[str, str]) -> None:
         moment = now()
         crash = said.get("start") == "crash"
         spec = pod["spec"]
@@ -195,9 +213,14 @@ class Kubelets:
             },
         )
 
-    def end(self, pod: Object, failed: bool) -> None:
+    def end(self, pod: Object, status: int, words: str = "") -> None:
         moment = now()
-        over = {"exitCode": int(failed), "reason": "Error" if failed else "Completed", "finishedAt": moment}
+        over = {
+            "exitCode": status,
+            "reason": "Error" if status else "Completed",
+            "finishedAt": moment,
+            "message": words,
+        }
         containers = [
             {"name": c["name"], "image": c["image"], "imageID": c["image"], "restartCount": 0, "ready": False}
             | {"state": {"terminated": over}}
@@ -207,11 +230,14 @@ class Kubelets:
             {"type": kind, "status": "False", "reason": "PodCompleted", "lastTransitionTime": moment}
             for kind in ("Ready", "ContainersReady")
         ]
-        phase = "Failed" if failed else "Succeeded"
+        phase = "Failed" if status else "Succeeded"
         self._report(pod, {"phase": phase, "containerStatuses": containers, "conditions": unready})
 
     def stop(self, pod: Object) -> None:
         """The processes are gone: so is the pod, unless a finalizer keeps it."""
+        machines = self._machines(pod)
+        if machines:
+            machines.stop(pod)
         meta = pod["metadata"]
         self.api.ask(
             "DELETE",
@@ -226,5 +252,6 @@ class Kubelets:
 
 
 if __name__ == "__main__":
-    kubeconfig, user, heartbeat = sys.argv[1:]
-    Kubelets(Api.of(Path(kubeconfig), user or None), float(heartbeat)).run()
+    kubeconfig, user, heartbeat, hosts = sys.argv[1:]
+    machines = Machines(Path(hosts)) if hosts else None
+    Kubelets(Api.of(Path(kubeconfig), user or None), float(heartbeat), machines).run()

@@ -175,7 +175,7 @@ AUDIT = {
 """Who did what is written down for the service accounts of one namespace."""
 
 
-def prepare(control: Control, found: parts.Parts) -> None:
+def prepare(control: Control, found: parts.Parts, machines: str) -> None:
     """Certificates, accounts and commands of a new control plane."""
     state = control.state
     api_port, etcd_port, peer_port = free_ports(3)
@@ -243,7 +243,7 @@ def prepare(control: Control, found: parts.Parts) -> None:
             "--kube-api-qps=200",
             "--kube-api-burst=400",
         ],
-        KUBELETS: [*PLAY_KUBELETS, str(control.kubeconfig), "kubelets", "60"],
+        KUBELETS: [*PLAY_KUBELETS, str(control.kubeconfig), "kubelets", "60", machines],
     }
 
 
@@ -363,9 +363,9 @@ def up(options: argparse.Namespace) -> None:
     if given:
         control.kubeconfig.unlink(missing_ok=True)
         control.kubeconfig.symlink_to(Path(given).resolve())
-        control.commands = {KUBELETS: [*PLAY_KUBELETS, str(control.kubeconfig), "", "10"]}
+        control.commands = {KUBELETS: [*PLAY_KUBELETS, str(control.kubeconfig), "", "10", options.machines]}
     else:
-        prepare(control, parts.find())
+        prepare(control, parts.find(), options.machines)
         control.start("etcd")
         control.start("kube-apiserver")
     api = Api.of(control.kubeconfig)
@@ -432,6 +432,12 @@ def main() -> int:
     sub.add_argument("--nodes", type=int, default=3, metavar="N", help="nodes, named gpu-1 to gpu-N (default 3)")
     sub.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of each node (default 8)")
     sub.add_argument("--driver", default=DRIVER, metavar="V", help=f"driver they say they have (default {DRIVER})")
+    sub.add_argument(
+        "--machines",
+        default="",
+        metavar="DIR",
+        help="state directory of a hosts lab: pods on nodes of its machines' names are processes there",
+    )
     sub.add_argument("--keep", action="store_true", help="leave everything in place if the start fails")
     command("down", down, "end the cluster and remove all it made")
     command("status", status, "say which parts run")
