@@ -398,6 +398,7 @@ class Lab:
             "--link-journal=no", "--resolv-conf=off", "--timezone=off", f"--machine={self.namespace(node)}",
             f"--hostname={node['name']}", f"--network-namespace-path=/run/netns/{self.namespace(node)}",
             f"--directory={self.directory(node) / 'root'}",
+            *([f"--bind={self.data['share']}"] if self.data.get("share") else []),
         ]  # fmt: skip
         spawn(
             self.node_group(node), ["/bin/sh", "-c", loop, node["name"], *nspawn], self.directory(node) / "console.log"
@@ -536,7 +537,11 @@ def up(options: argparse.Namespace) -> None:
     layer = prepared_layer(image, repo, options.driver)
     nodes = [{"name": f"gpu-{number}", "number": number} for number in range(1, options.nodes + 1)]
     data = {"driver": options.driver, "gpus": options.gpus, "workload": options.workload, "nodes": nodes}
-    data |= {"layers": [str(layer), str(image / "root")], "devices": device_table(options.gpus, state)}
+    data |= {
+        "share": str(options.share or ""),
+        "layers": [str(layer), str(image / "root")],
+        "devices": device_table(options.gpus, state),
+    }
     lab = claim(state, data)
     try:
         shutil.copy(image / "id_ed25519", state / "id_ed25519")
@@ -655,6 +660,8 @@ def main() -> int:
         metavar="M",
         help="ballast in the driver's packages, for a download that takes time (default 0)",
     )
+    text = "a directory of this machine that every machine of the lab has at the same path"
+    sub.add_argument("--share", type=lambda text: Path(text).resolve(strict=True), metavar="DIR", help=text)
     sub.add_argument("--workload", action="store_true", help="run gpu-counter.service on every machine (port 8000)")
     add_deadline(sub)
     sub.add_argument("--keep", action="store_true", help="leave everything in place if the start fails")

@@ -30,6 +30,7 @@ REGISTRY = Path("/run/gpufleet-slurm")  # one link a lab that is up, named by it
 FIRST_PORT, PORTS_EACH, MOST_LABS = 20000, 256, 48
 DRIVER = "535.183.01"
 CONTROLLER, MUNGE = "slurmctld", "munge"
+PACKAGES = ("slurmd", "slurm-wlm-basic-plugins", "libmunge2")  # what a machine needs to run slurmd
 GPU_MODEL = "h100"
 CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
@@ -99,7 +100,14 @@ class Lab:
             raise LabError(f"no lab at {state}; start one with: {PROGRAM} up --state {state}") from None
 
     @property
+    def machines(self) -> dict[str, dict]:
+        """The machines of the hosts lab whose nodes these are; none if all nodes are this machine."""
+        return {machine["name"]: machine for machine in self.data["machines"]}
+
+    @property
     def nodes(self) -> list[str]:
+        if self.machines:
+            return list(self.machines)
         return [f"gpu-{number}" for number in range(1, self.data["nodes"] + 1)]
 
     @property
@@ -127,7 +135,7 @@ class Lab:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         os.chown(key, munge.pw_uid, munge.pw_gid)
-        for number in range(self.data["gpus"]):
+        for number in range(0 if self.machines else self.data["gpus"]):
             # with plain files a job starts, but is told of no GPU
             os.mknod(self.state / f"dev/nvidia{number}", 0o666 | 0o020000, os.makedev(1, 3))
             (self.state / f"dev/nvidia{number}").chmod(0o666)
@@ -139,12 +147,14 @@ class Lab:
         old = run(["slurmctld", "-V"]).split()[-1].startswith(("21.", "22."))
         write(self.state / "etc/cgroup.conf", "" if old else "CgroupPlugin=disabled\n")
         write(self.conf, self.slurm_conf())
-        write(self.state / "etc/reboot", REBOOT.format(state=self.state, conf=self.conf), 0o755)
-        write(self.state / "bin/nvidia-smi", NVIDIA_SMI.format(state=self.state), 0o755)
+        if not self.machines:
+            write(self.state / "etc/reboot", REBOOT.format(state=self.state, conf=self.conf), 0o755)
+            write(self.state / "bin/nvidia-smi", NVIDIA_SMI.format(state=self.state), 0o755)
 
     def gres(self) -> str:
         gpus = self.data["gpus"]
-        devices = f"{self.state}/dev/nvidia[0-{gpus - 1}]" if gpus > 1 else f"{self.state}/dev/nvidia0"
+        where = "/dev" if self.machines else f"{self.state}/dev"
+        devices = f"{where}/nvidia[0-{gpus - 1}]" if gpus > 1 else f"{where}/nvidia0"
         lines = [f"NodeName={name} Name=gpu Type={GPU_MODEL} File={devices}\n" for name in self.nodes]
         if self.records:
             names = f"record-[0001-{len(self.records):04d}]"
@@ -155,7 +165,7 @@ class Lab:
         host = os.uname().nodename
         settings = {
             "ClusterName": "lab",
-            "SlurmctldHost": f"{host}(127.0.0.1)",
+            "SlurmctldHost": f"{host}({self.data['gateway']})",
             "SlurmctldPort": self.port,
             "SlurmUser": "slurm",
             "SlurmdUser": "root",
@@ -184,7 +194,7 @@ class Lab:
             "KillWait": 2,
             "MinJobAge": 3600,
             "JobRequeue": 1,
-            "RebootProgram": f"{self.state}/etc/reboot",
+            "RebootProgram": "/sbin/reboot" if self.machines else f"{self.state}/etc/reboot",
             "ResumeTimeout": 60,
             "MaxArraySize": 10001,
             "MaxJobCount": 50000,
@@ -194,10 +204,10 @@ class Lab:
         lines = [f"{name}={value}" for name, value in settings.items()]
         gres = f"gpu:{GPU_MODEL}:{self.data['gpus']}"
         lines.append(f"NodeName=DEFAULT {machine} Gres={gres} Feature=lab State=UNKNOWN")
-        lines += [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={self.port + number}"
-            for number, name in enumerate(self.nodes, 1)
-        ]
+        for number, name in enumerate(self.nodes, 1):
+            where = f"NodeAddr={self.machines[name]['address']}" if self.machines else "NodeAddr=127.0.0.1"
+            hostname = name if self.machines else host
+            lines.append(f"NodeName={name} NodeHostname={hostname} {where} Port={self.port + number}")
         if self.records:
             lines.append(f"NodeName=record-[0001-{len(self.records):04d}] NodeAddr=127.0.0.1 Port={self.port + 255}")
         lines.append("PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
@@ -219,9 +229,40 @@ class Lab:
             time.sleep(0.01)
         self.data["inside"] = int(found[0])
         self.save()
-        for daemon in (MUNGE, CONTROLLER, *self.nodes):
+        for daemon in (MUNGE, CONTROLLER, *([] if self.machines else self.nodes)):
             self.start_daemon(daemon, fresh=True)
+        self.equip(self.nodes if self.machines else [])
         self.wait(deadline)
+
+    def equip(self, names: list[str]) -> None:
+        """Put slurmd onto machines of the hosts lab and start it there, also after every boot."""
+        if not names:
+            return
+        files = machine_files()
+        slurm = pwd.getpwnam("slurm")
+        for name in names:
+            root = Path(self.machines[name]["root"])
+            if not (root / "etc/passwd").exists():
+                raise LabError(f"{name} has no disk at {root}; is the hosts lab up?")
+            for path in files:
+                target = root / path.relative_to("/")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target, follow_symlinks=True)
+            passwd = root / "etc/passwd"
+            if "\nslurm:" not in passwd.read_text():
+                passwd.write_text(
+                    f"{passwd.read_text()}slurm:x:{slurm.pw_uid}:{slurm.pw_gid}::/nonexistent:/bin/false\n"
+                )
+            write(root / "etc/systemd/system/slurmd.service", SLURMD_UNIT.format(conf=self.conf))
+            wanted = root / "etc/systemd/system/multi-user.target.wants/slurmd.service"
+            wanted.parent.mkdir(parents=True, exist_ok=True)
+            wanted.unlink(missing_ok=True)
+            wanted.symlink_to("../slurmd.service")
+            self.on_machine(name, "systemctl daemon-reload && systemctl restart slurmd")
+
+    def on_machine(self, name: str, script: str) -> None:
+        lab = [str(HERE.parent / "hosts/lab"), "exec", "--state", self.data["hosts"], name, "--", "sh", "-c", script]
+        run(lab)
 
     def save(self) -> None:
         write(self.state / "lab.json", json.dumps(self.data, indent=2) + "\n")
@@ -246,6 +287,9 @@ class Lab:
             argv += [f"--pid-file={private}/pid", f"--seed-file={private}/seed"]
         elif daemon == CONTROLLER:
             argv = ["slurmctld", *(["-c"] if fresh else [])]  # without its state it would forget every job
+        elif self.machines:
+            self.check_node(daemon)
+            return self.on_machine(daemon, "systemctl start slurmd")
         else:
             self.check_node(daemon)
             argv = ["slurmd", *(["-b"] if booted else []), "-N", daemon]
@@ -259,6 +303,8 @@ class Lab:
         """Until it is gone. The pid in a pid file is the namespace's, so the signal is sent in there."""
         if daemon not in (MUNGE, CONTROLLER):
             self.check_node(daemon)
+            if self.machines:
+                return self.on_machine(daemon, f"systemctl kill --kill-who=main --signal={int(sign)} slurmd")
         # nobody reaps it in there, so it stays as a zombie, which has no program any more
         gone = f'kill -{int(sign)} "$0"; for try in $(seq 200); do [ -e "/proc/$0/exe" ] || exit 0; sleep 0.05; done'
         self.inside(["sh", "-c", f"{gone}; exit 1", self.pid_file(daemon).read_text().strip()])
@@ -323,6 +369,33 @@ setsid bash -c "kill \\$(cat {state}/run/$name.pid); sleep 2
 """
 
 
+SLURMD_UNIT = """\
+[Unit]
+Description=slurmd of the lab
+After=network.target
+
+[Service]
+Environment=SLURM_CONF={conf}
+ExecStart=/usr/sbin/slurmd -D
+KillMode=process
+LimitMEMLOCK=infinity
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def machine_files() -> list[Path]:
+    """The programs and libraries of this machine that slurmd is made of."""
+    listed = run(["dpkg", "-L", *PACKAGES]).split("\n")
+    # Debian's packages know these two by other names
+    own = [Path("/usr/sbin/slurmd"), Path("/usr/sbin/slurmstepd"), *(Path(name) for name in listed if ".so" in name)]
+    own = [path for path in own if path.is_file()]
+    needed = run(["ldd", *(str(path) for path in own)], check=False)
+    others = {Path(word) for line in needed.split("\n") for word in line.split() if word.startswith("/lib/")}
+    return [*own, *(path for path in sorted(others) if path.is_file() and "libc." not in path.name)]
+
+
 def is_called(pid: int, name: str) -> bool:
     """Whether that process lives and is what we started, not another that got its number."""
     try:
@@ -363,6 +436,9 @@ def up(options: argparse.Namespace) -> None:
     started = time.monotonic()
     check_state(options.state)
     data = {"nodes": options.nodes, "gpus": options.gpus, "records": options.records, "settings": options.set}
+    data |= {"machines": [], "gateway": "127.0.0.1", "hosts": ""}
+    if options.machines:
+        data |= machines_of(options.machines, options.state)
     lab = claim(options.state, data)
     try:
         lab.configure()
@@ -376,6 +452,28 @@ def up(options: argparse.Namespace) -> None:
     say(f"{nodes} of {options.gpus} GPUs, {len(lab.records)} records, up in {time.monotonic() - started:.1f} s")
     say(f'use it: eval "$({PROGRAM} env --state {options.state})"; sinfo')
     say(f"end it: {PROGRAM} down --state {options.state}")
+
+
+def machines_of(hosts: Path, state: Path) -> dict:
+    try:
+        lab = json.loads((hosts / "lab.json").read_text())
+    except FileNotFoundError:
+        raise LabError(f"no hosts lab at {hosts}; start one with: {HERE.parent}/hosts/lab up --state {hosts}") from None
+    if Path(lab["share"]) != state:
+        raise LabError(f"the machines of {hosts} do not share {state}; start them with: up --share {state}")
+    machines = [
+        {"name": node["name"], "address": node["address"], "root": str(hosts / "nodes" / node["name"] / "root")}
+        for node in lab["nodes"]
+    ]
+    gateway = f"10.98.{lab['index']}.1"
+    return {"machines": machines, "gateway": gateway, "hosts": str(hosts), "gpus": lab["gpus"], "nodes": len(machines)}
+
+
+def equip(options: argparse.Namespace) -> None:
+    lab = Lab.load(options.state)
+    for name in options.nodes:
+        lab.check_node(name)
+    lab.equip(options.nodes or list(lab.machines))
 
 
 def remove(lab: Lab) -> None:
@@ -443,6 +541,8 @@ def main() -> int:
     sub.add_argument("--gpus", type=int, default=4, metavar="N", help="GPUs in each node, 1 to 8 (default 4)")
     text = "further nodes without a slurmd, named record-0001 and so on (default 0)"
     sub.add_argument("--records", type=int, default=0, metavar="N", help=text)
+    text = "make the machines of the hosts lab at DIR the nodes (it has to be up with --share and this lab's --state)"
+    sub.add_argument("--machines", type=lambda text: Path(text).resolve(), metavar="DIR", help=text)
     text = "a line of slurm.conf, in place of the lab's own"
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     text = "seconds until every node must be idle (default 60)"
@@ -453,6 +553,8 @@ def main() -> int:
     command("env", env, "print what a shell needs to use it")
     sub = command("exec", execute, "run a command that uses it")
     sub.add_argument("argv", nargs="+", metavar="ARG")
+    sub = command("equip", equip, "put slurmd onto machines of the hosts lab again, after they were reset")
+    sub.add_argument("nodes", metavar="NODE", nargs="*", help="default: all")
     for name, text in {
         "kill": "end daemons at once, as a crash does; a node's jobs live on",
         "stop": "ask daemons to end",
