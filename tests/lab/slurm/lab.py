@@ -377,6 +377,8 @@ After=network.target
 [Service]
 Environment=SLURM_CONF={conf}
 ExecStart=/usr/sbin/slurmd -D
+Restart=on-failure
+RestartSec=2
 KillMode=process
 LimitMEMLOCK=infinity
 
@@ -388,8 +390,11 @@ WantedBy=multi-user.target
 def machine_files() -> list[Path]:
     """The programs and libraries of this machine that slurmd is made of."""
     listed = run(["dpkg", "-L", *PACKAGES]).split("\n")
-    # Debian's packages know these two by other names
-    own = [Path("/usr/sbin/slurmd"), Path("/usr/sbin/slurmstepd"), *(Path(name) for name in listed if ".so" in name)]
+    # Debian's packages know these by other names
+    own = [
+        *(Path(name) for name in ("/usr/sbin/slurmd", "/usr/sbin/slurmstepd", "/usr/bin/srun")),
+        *(Path(name) for name in listed if ".so" in name),
+    ]
     own = [path for path in own if path.is_file()]
     needed = run(["ldd", *(str(path) for path in own)], check=False)
     others = {Path(word) for line in needed.split("\n") for word in line.split() if word.startswith("/lib/")}
