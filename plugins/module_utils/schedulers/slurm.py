@@ -80,6 +80,9 @@ class Slurm(Scheduler):
             nodes, self._slurm.jobs(), self._slurm.reservations(), names, ours, self._clock(), self._set.policy
         )
 
+    def addresses(self) -> dict[str, str]:
+        return {name: node.address for name, node in self._slurm.nodes().items() if node.address not in ("", name)}
+
     # ---- out of service and back
 
     def cordon(self, nodes: Sequence[str], mark: Mark, check: bool = False) -> dict[str, NodeResult]:
@@ -160,6 +163,7 @@ class Slurm(Scheduler):
         if not names:
             return {}
         said = self._slurm.change("scontrol", "update", f"nodename={','.join(names)}", "state=resume")
+        pause = _POLL / 8
         while True:
             seen = self._slurm.nodes(names)
             waiting = [name for name in names if seen[name].out or seen[name].silent]
@@ -171,7 +175,8 @@ class Slurm(Scheduler):
                     f"see on it: systemctl status slurmd; then: scontrol update nodename={name} state=resume"
                     for name in waiting
                 }
-            self._slurm.sleep(_POLL / 4)
+            self._slurm.sleep(pause)
+            pause = min(_POLL, pause * 2)
 
     # ---- features
 

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_text import (
@@ -284,8 +285,6 @@ def _planned_node(node: Node, closed: str | None, ours: bool, memory: bool) -> f
     free["cpu"] = max(0, node.cpus - node.cpus_used) * 1000
     if memory:
         free["memory"] = max(0, node.memory - node.memory_used)
-    labels = {f"feature.{name}": "true" for name in node.active}
-    labels.update((f"partition.{name}", "true") for name in node.partitions)
     return fleet.Node(
         name=node.name,
         gpu_model=node.model,
@@ -295,8 +294,15 @@ def _planned_node(node: Node, closed: str | None, ours: bool, memory: bool) -> f
         schedulable=not (node.out or node.silent or closed),
         cordoned_by=cordoned_by,
         domains={"partition": node.partitions[0]} if node.partitions else {},
-        labels=labels,
+        labels=_labels(node.active, node.partitions),
     )
+
+
+@lru_cache(maxsize=4096)
+def _labels(features: tuple[str, ...], partitions: tuple[str, ...]) -> Mapping[str, str]:
+    """Nodes that are alike share one."""
+    names = [*(f"feature.{name}" for name in features), *(f"partition.{name}" for name in partitions)]
+    return dict.fromkeys(names, "true")
 
 
 def _workload(

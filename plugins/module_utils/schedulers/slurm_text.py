@@ -12,8 +12,9 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 Resources = Mapping[str, int]
 """``gpu`` (whole GPUs) and ``mig-<profile>`` (instances); for jobs also ``cpu`` (millicores) and ``memory`` (bytes)."""
@@ -38,8 +39,9 @@ _SHORT = {
 _MARKS = {"*": "NOT_RESPONDING", "$": "MAINTENANCE", "@": "REBOOT_REQUESTED", "^": "REBOOT_ISSUED"}
 
 
-def flags(state: str | Sequence[str]) -> frozenset[str]:
-    """A node's state as the set of words that Slurm joins, whether it is ``MIXED+DRAIN``, ``draining*`` or a list.
+@lru_cache(maxsize=4096)
+def flags(state: str | tuple[str, ...]) -> frozenset[str]:
+    """A node's state as the set of words that Slurm joins, whether it is ``MIXED+DRAIN``, ``draining*`` or a tuple.
 
     A word that nobody knows yet is kept as it is.
     """
@@ -57,7 +59,7 @@ class Node:
 
     name: str
     state: frozenset[str]
-    host: str = ""
+    address: str = ""
     reason: str = ""
     reason_by: str = ""
     reason_at: float | None = None
@@ -72,7 +74,6 @@ class Node:
     memory: int = 0
     """Bytes."""
     memory_used: int = 0
-    slurmd_start: float | None = None
 
     @property
     def drain(self) -> bool:
@@ -133,7 +134,7 @@ def _node(line: str) -> Node:
     return Node(
         name=line[len("NodeName=") : line.index(" ")],
         state=flags(value(" State=")),
-        host=value(" NodeHostName="),
+        address=value(" NodeAddr="),
         reason=reason,
         reason_by=by,
         reason_at=at,
@@ -147,10 +148,10 @@ def _node(line: str) -> Node:
         cpus_used=whole(value(" CPUAlloc=")),
         memory=whole(value(" RealMemory=")) << 20,
         memory_used=whole(value(" AllocMem=")) << 20,
-        slurmd_start=moment(value(" SlurmdStartTime=")),
     )
 
 
+@lru_cache(maxsize=4096)
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
@@ -159,7 +160,8 @@ _MIG = re.compile(r"\d+g\.\d+gb")
 _GRES = re.compile(r"gpu(?::(?P<type>[^:(),]+))?(?::(?P<count>\d+)(?P<unit>[KM]?))?(?:\([^)]*\))?(?:,|$)")
 
 
-def gres_of(text: str) -> tuple[dict[str, int], str | None]:
+@lru_cache(maxsize=4096)
+def gres_of(text: str) -> tuple[Resources, str | None]:
     """GPUs in a list of generic resources, and the type that whole ones are said to have.
 
     ``gpu:h100:4(S:0-1)`` is ``{"gpu": 4}`` of type ``h100``; a type that holds a MIG profile, as ``1g.10gb`` or

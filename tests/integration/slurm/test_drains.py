@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -130,3 +131,18 @@ def test_fates_name_the_jobs_of_the_snapshot(slurm: Cluster) -> None:
     foretold = slurm.backend().evacuate(["gpu-1"], R1, [Fate(name, "cold_start")], time.time() + 60, 5, check=True)
     assert [(end.workload, end.how) for end in foretold["gpu-1"].ends] == [(name, "requeued")]
     assert not foretold["gpu-1"].waiting and slurm.job(f"{array}_7").state == "RUNNING"
+
+
+def test_inventory(slurm: Cluster) -> None:
+    slurm.drain("gpu-2")
+    slurm.backend(versions={"gpu-1": NEW, "gpu-3": OLD}).cordon([], R1)
+    file = slurm.state / "jobs/slurm.gpu_nodes.yml"
+    lines = ["plugin: gpufleet.driver.gpu_nodes", "source: slurm", f"version: {NEW}"]
+    file.write_text("\n".join([*lines, f"slurm_conf: {slurm.state}/etc/slurm.conf", ""]))
+    listed = json.loads(slurm.sh("ansible-inventory", "-i", str(file), "--list"))
+    assert sorted(listed["gpu_nodes"]["hosts"]) == slurm.names
+    assert listed["gpu_cordoned"]["hosts"] == ["gpu-2"]
+    assert sorted(listed["gpu_needs_upgrade"]["hosts"]) == ["gpu-2", "gpu-3", "gpu-4"]
+    assert listed["gpu_model_h100"] and listed["gpu_pool_gpu"]
+    found = listed["_meta"]["hostvars"]["gpu-1"]
+    assert found["ansible_host"] == "127.0.0.1" and found["gpu_inventory"]["driver"] == NEW

@@ -20,7 +20,7 @@ PRINTED = Path(__file__).parent / "slurm-22.05"
         ("IDLE+DRAIN", {"IDLE", "DRAIN"}),
         ("MIXED+DRAIN+REBOOT_REQUESTED", {"MIXED", "DRAIN", "REBOOT_REQUESTED"}),
         ("REBOOT*+DRAIN", {"REBOOT", "NOT_RESPONDING", "DRAIN"}),
-        (["IDLE", "INVALID_REG"], {"IDLE", "INVALID_REG"}),
+        (("IDLE", "INVALID_REG"), {"IDLE", "INVALID_REG"}),
         ("inval", {"INVALID_REG"}),
         ("draining@", {"DRAIN", "REBOOT_REQUESTED"}),
         ("drained$", {"DRAIN", "MAINTENANCE"}),
@@ -42,7 +42,7 @@ PRINTED = Path(__file__).parent / "slurm-22.05"
         "new",
     ],
 )
-def test_flags(state: str | list[str], expected: set[str]) -> None:
+def test_flags(state: str | tuple[str, ...], expected: set[str]) -> None:
     assert slurm_text.flags(state) == expected
 
 
