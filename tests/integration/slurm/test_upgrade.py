@@ -62,7 +62,7 @@ def test_upgrade_with_slurm(machines: tuple[Cluster, Fleet]) -> None:
         gpu_workload_wait=120,
         gpu_baseline_tolerance=100,
     )
-    swap = "TASK [gpufleet.driver.install : Swap the packages]"
+    swap = "TASK [gpufleet.driver.install : Swap the driver]"
     until(lambda: playing.log.read_text().count(swap) == 2, "the batch after the canary is at it", 300)
     slurm.lab("stop", "slurmctld")
     slurm.lab("start", "slurmctld")
