@@ -69,3 +69,12 @@ def test_a_silent_node_is_not_taken_for_empty(slurm: Cluster) -> None:
         slurm.lab("start", "gpu-1")
     assert waiting.waiting and "does not answer" in waiting.waiting[0]
     assert late.failed and "scontrol show node gpu-1" in late.msg
+
+
+def test_a_drained_node_that_reboots_keeps_its_drain(slurm: Cluster) -> None:
+    slurm.backend().cordon(["gpu-1"], R1)
+    slurm.lab("kill", "gpu-1")
+    slurm.lab("boot", "gpu-1")
+    until(lambda: not slurm.node("gpu-1").silent, "its slurmd answers")
+    assert slurm.node("gpu-1").drain and slurm.node("gpu-1").reason == "gpufleet: NVIDIA driver upgrade, run=run-1"
+    assert slurm.backend().uncordon(["gpu-1"], R1)["gpu-1"].changed
