@@ -100,6 +100,25 @@ def _pod(api: Api, number: int, nodes: int, uid: str) -> None:
     api.post(f"/api/v1/namespaces/team-{number % NAMESPACES}/pods", {"metadata": meta, "spec": spec})
 
 
+def emptied(api: Api, kubeconfig: Path, nodes: int, pods: int) -> float:
+    """Wall seconds in which the module node_evacuate empties all nodes of new pods."""
+    made = refill(api, nodes, pods)
+    names = [f"{pod['metadata']['namespace']}/{pod['metadata']['name']}" for pod in made]
+    dummy, wall, said = module(
+        "node_evacuate",
+        scheduler="kubernetes",
+        scheduler_options={"kubeconfig": str(kubeconfig)},
+        nodes=[f"gpu-{number}" for number in range(1, nodes + 1)],
+        run_id="bench",
+        fates=[{"workload": name, "fate": "cold_start"} for name in names],
+        deadline=time.time() + 600,
+        patience=60,
+    )
+    if said["waiting_nodes"] or said["failed_nodes"]:
+        raise SystemExit(f"not all nodes are empty: {said}")
+    return wall
+
+
 RUN_MODULE = """
 import runpy, sys
 from ansible.module_utils import basic
