@@ -29,7 +29,7 @@ def main() -> None:
     for dummy in range(ROUNDS):
         ours.append(kube_fleet.emptied(api, kubeconfig, NODES, PODS))
         kube_fleet.refill(api, NODES, PODS)
-        peer.append(kube_fleet.process(drain)[1])
+        peer.append(kube_fleet.process(drain).wall)
         kube_fleet.process(uncordon)
     result = {
         "bench": "k8s_evacuate_vs_kubectl_drain",

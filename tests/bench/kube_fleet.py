@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def emptied(api: Api, kubeconfig: Path, nodes: int, pods: int) -> float:
     """Wall seconds in which the module node_evacuate empties all nodes of new pods."""
     made = refill(api, nodes, pods)
     names = [f"{pod['metadata']['namespace']}/{pod['metadata']['name']}" for pod in made]
-    dummy, wall, said = module(
+    spent = module(
         "node_evacuate",
         scheduler="kubernetes",
         scheduler_options={"kubeconfig": str(kubeconfig)},
@@ -114,9 +115,10 @@ def emptied(api: Api, kubeconfig: Path, nodes: int, pods: int) -> float:
         deadline=time.time() + 600,
         patience=60,
     )
+    said = json.loads(spent.said)
     if said["waiting_nodes"] or said["failed_nodes"]:
         raise SystemExit(f"not all nodes are empty: {said}")
-    return wall
+    return spent.wall
 
 
 RUN_MODULE = """
@@ -127,17 +129,24 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
-def module(name: str, **arguments: Any) -> tuple[float, float, dict[str, Any]]:
-    """CPU seconds and wall seconds of one module as a process of its own, and its result."""
+@dataclass(frozen=True)
+class Spent:
+    """What a process took, in seconds, and its standard output."""
+
+    cpu: float
+    wall: float
+    said: str
+
+
+def module(name: str, **arguments: Any) -> Spent:
+    """Run a module as a process of its own."""
     file = str(TOP / f".build/ansible_collections/gpufleet/driver/plugins/modules/{name}.py")
     given = json.dumps({"ANSIBLE_MODULE_ARGS": arguments})
-    cpu, wall, text = process([sys.executable, "-c", RUN_MODULE, file, given])
-    return cpu, wall, json.loads(text)
+    return process([sys.executable, "-c", RUN_MODULE, file, given])
 
 
-def process(argv: list[str]) -> tuple[float, float, str]:
-    """CPU seconds and wall seconds of a command, and its standard output."""
+def process(argv: list[str]) -> Spent:
     before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
     wall, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall, done.stdout
+    return Spent(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall, done.stdout)
