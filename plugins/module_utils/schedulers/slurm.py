@@ -97,9 +97,7 @@ class Slurm(Scheduler):
             self._set_features(known, self._set.versions)
             self._forget_proofs(before)
             if todo:
-                said = self._slurm.change(
-                    "scontrol", "update", f"nodename={','.join(todo)}", "state=drain", f"reason={reason}"
-                ).describe()
+                said = self._slurm.update_nodes(todo, "state=drain", f"reason={reason}").describe()
                 after = {name: _state(node) for name, node in self._slurm.nodes(todo).items()}
 
         def result(name: str) -> NodeResult:
@@ -162,7 +160,7 @@ class Slurm(Scheduler):
         a second after that even if all is well."""
         if not names:
             return {}
-        said = self._slurm.change("scontrol", "update", f"nodename={','.join(names)}", "state=resume")
+        said = self._slurm.update_nodes(names, "state=resume")
         pause = _POLL / 8
         while True:
             seen = self._slurm.nodes(names)
@@ -300,9 +298,7 @@ class Slurm(Scheduler):
         """Drain again, and only then end the reservations: a node whose drain did not come true stays reserved."""
         if not names:
             return {}
-        said = self._slurm.change(
-            "scontrol", "update", f"nodename={','.join(names)}", "state=drain", f"reason={_reason(mark)}"
-        )
+        said = self._slurm.update_nodes(names, "state=drain", f"reason={_reason(mark)}")
         seen = self._slurm.nodes(names)
         closed = [name for name in names if seen[name].drain]
         self._forget_proofs(closed)
@@ -354,9 +350,7 @@ class Slurm(Scheduler):
             node = self._slurm.nodes(reservation.nodes)[reservation.nodes[0]]
             if not check and not node.out:
                 # a proof was cut short: nobody knows whether the node is fit, so it does not go to work
-                self._slurm.change(
-                    "scontrol", "update", f"nodename={node.name}", "state=drain", f"reason={_reason(mark)}"
-                )
+                self._slurm.update_nodes([node.name], "state=drain", f"reason={_reason(mark)}")
             if not check:
                 self._slurm.change("scontrol", "delete", f"reservationname={name}")
             done.append(f"reservation {name}")

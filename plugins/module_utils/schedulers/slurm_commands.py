@@ -25,6 +25,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import 
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import SchedulerError
 
 _AT_ONCE = 8
+_MOST_NAMES = 1000
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -55,8 +56,10 @@ class Commands:
 
         :raises SchedulerError: as every read here, if slurmctld does not answer or refuses.
         """
-        listed = ",".join(names)
-        return slurm_text.nodes(self._read(["scontrol", "-o", "-d", "show", "node", *([listed] if listed else [])]))
+        wanted = list(names)
+        listed = [",".join(wanted)] if 0 < len(wanted) <= _MOST_NAMES else []
+        found = slurm_text.nodes(self._read(["scontrol", "-o", "-d", "show", "node", *listed]))
+        return {name: found[name] for name in wanted if name in found} if wanted else found
 
     def jobs(self) -> list[slurm_text.Job]:
         """Every job that has not finished."""
@@ -81,6 +84,15 @@ class Commands:
             self._wait()
             said = self.start(list(words), self.timeout)
         return said
+
+    def update_nodes(self, names: Sequence[str], *words: str) -> Completed:
+        """``scontrol update`` of nodes that exist, in portions that fit on a command line; the first that failed, or
+        the last."""
+        answers = [
+            self.change("scontrol", "update", f"nodename={','.join(names[start : start + _MOST_NAMES])}", *words)
+            for start in range(0, len(names), _MOST_NAMES)
+        ]
+        return next((said for said in answers if not said.ok), answers[-1])
 
     def start(self, argv: Sequence[str], timeout: float) -> Completed:
         """One of Slurm's commands in the environment it needs."""
