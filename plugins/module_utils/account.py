@@ -162,7 +162,8 @@ _PHASE_OF = {"stop workloads": EVACUATE, "start workloads": RETURN, "rollback": 
 
 def phases(journal: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The run of one node, from the beginning of its journal: each phase with ``name``, ``start`` and ``end`` (Unix
-    seconds), and the ``steps`` of it that failed. Contiguous; empty if no run was begun."""
+    seconds), and the steps of it that ``failed``. Contiguous; empty if no run was begun. Of an upgrade that a later run
+    undid, only that later run."""
     run, outcome = journal.get("run"), journal.get("outcome")
     if not run or not run.get("begun"):
         return []
@@ -198,7 +199,8 @@ def phases(journal: Mapping[str, Any]) -> list[dict[str, Any]]:
         if now in (INSTALL, REBOOT) and outcome.get("name") == "upgraded":
             now = VALIDATE
         until(outcome["at"])
-    return out
+    served = [number for number, phase in enumerate(out) if phase["name"] == SERVICE]
+    return out[served[-1] + 1 :] if served and run.get("earlier_ids") else out
 
 
 def durations(journal: Mapping[str, Any]) -> dict[str, float]:

@@ -212,6 +212,13 @@ def test_phases_of_a_canary_that_failed_its_soak() -> None:
     ]  # fmt: skip
 
 
+def test_a_rollback_of_another_day_shows_itself_only() -> None:
+    again = [step("stop workloads", 9300, 9301), step("rollback", 9302, 9302), step("start workloads", 9320, 9321)]
+    run = {"id": "r2", "begun": 100.0, "earlier_ids": ["r"]}
+    journal = {"run": run, "steps": UPGRADED["steps"] + again, "outcome": {"name": "rolled_back", "at": 9330.0}}
+    assert spans(journal) == [("evacuate", 9300, 9302), ("roll back", 9302, 9320), ("return", 9320, 9330)]
+
+
 @pytest.mark.parametrize(
     "journal",
     [{}, {"run": None, "steps": [], "outcome": None}, {"run": {"id": "r", "target": "5"}, "steps": [], "outcome": {}}],
