@@ -87,7 +87,7 @@ def misspelt(names: Iterable[str], known: Iterable[str]) -> list[str]:
 _MEND = ("refused", "rolled back", "skipped")
 _LOOK = ("quarantined",)
 _BRING_UP = ("lost",)
-_GO_ON = ("not started",)
+_GO_ON = ("not started", "left for later")
 
 
 def next_steps(
@@ -101,7 +101,7 @@ def next_steps(
     """
 
     def those(outcomes: Sequence[str]) -> list[str]:
-        return [str(node["name"]) for node in nodes if node["outcome"] in outcomes and node["outcome"] not in good]
+        return [str(node["name"]) for node in nodes if node["outcome"] in outcomes]
 
     def typed(name: str, names: Sequence[str]) -> str:
         hosts = f"-e gpu_hosts={','.join(names)}" if names else ""
@@ -113,14 +113,14 @@ def next_steps(
         (_LOOK, "recover", "look at"),
         (_MEND, playbook, "mend what is said of"),
     ):
-        names = those(outcomes)
+        names = those([outcome for outcome in outcomes if outcome not in good])
         if names:
             ends = "go back to the driver they had, into service" if playbook_then == "recover" else "try them again"
             steps.append({"say": f"{say} {named(names)}, then {ends}", "command": typed(playbook_then, names)})
     waiting = those(_GO_ON)
     if waiting:
         first = "when that is done, " if steps else ""
-        steps.append({"say": f"{first}go on with the {len(waiting)} not started", "command": typed(playbook, ())})
+        steps.append({"say": f"{first}go on with the other {len(waiting)}", "command": typed(playbook, ())})
     return steps
 
 

@@ -97,7 +97,7 @@ def test_next_steps_cover_all_nodes_in_the_order_to_type_them() -> None:
             "ansible-playbook gpufleet.driver.upgrade -i inv -e gpu_driver_version=5 -e gpu_hosts=g2,g3,g7",
         ),
         (
-            "when that is done, go on with the 1 not started",
+            "when that is done, go on with the other 1",
             "ansible-playbook gpufleet.driver.upgrade -i inv -e gpu_driver_version=5",
         ),
     ]
@@ -107,10 +107,16 @@ def test_next_steps_cover_all_nodes_in_the_order_to_type_them() -> None:
     ("run", "playbook", "good", "expected"),
     [
         (lines(a="upgraded", b="already"), "upgrade", account.GOOD, []),
-        (lines(a="not started"), "upgrade", account.GOOD, ["go on with the 1 not started"]),
+        (lines(a="not started"), "upgrade", account.GOOD, ["go on with the other 1"]),
+        (
+            lines(a="upgraded", b="left for later"),
+            "upgrade",
+            (*account.GOOD, "left for later"),
+            ["go on with the other 1"],
+        ),
         (lines(a="rolled back"), "rollback", ("rolled back",), []),
     ],
-    ids=["all good", "stopped by a window", "a rollback that went well"],
+    ids=["all good", "stopped by a window", "only the canary", "a rollback that went well"],
 )
 def test_next_steps_where_little_is_to_do(run: Any, playbook: str, good: Any, expected: list[str]) -> None:
     assert [step["say"] for step in account.next_steps(run, playbook, "", good)] == expected

@@ -386,3 +386,22 @@ def test_work_runs_elsewhere_while_its_node_is_upgraded(fleet: Fleet) -> None:
     stays = [{**work[0], "come_back": False}]
     assert fleet.play("rollback", **{**one, "gpu_workloads": stays}).rc == 0
     assert fleet.loaded("gpu-1") == OLD and counters() == {"gpu-1": "inactive", "gpu-2": "active"}
+
+
+def test_a_workflow_of_jobs_with_approvals_between(fleet: Fleet) -> None:
+    """The jobs of docs/awx.md one after another; each gets the id of the plan before it, as AWX hands it on."""
+    job = {"gpu_driver_version": NEW, "gpu_hosts": "gpu-1,gpu-2", "gpu_require_approval": True, **WORKLOAD}
+
+    def planned(**more: int) -> str:
+        assert fleet.play("plan", **{**job, "gpu_require_approval": False, **more}).rc == 0
+        return json.loads((fleet.state / "gpu-upgrade-plan.json").read_text())["id"]
+
+    first = planned()
+    canary = fleet.play("upgrade", gpu_approved=first, gpu_only_canary=True, gpu_canary_soak=1, **job)
+    assert canary.rc == 0, canary.output[-5000:]
+    assert canary.outcomes == {"gpu-1": "upgraded", "gpu-2": "left for later"}
+    assert "go on with the other 1" in canary.output
+    stale = fleet.play("upgrade", gpu_approved=first, gpu_canary=0, **job)
+    assert stale.rc != 0 and "is not approved" in stale.output
+    rest = fleet.play("upgrade", gpu_approved=planned(gpu_canary=0), gpu_canary=0, **job)
+    assert rest.rc == 0 and rest.outcomes == {"gpu-1": "already", "gpu-2": "upgraded"}

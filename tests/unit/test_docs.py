@@ -1,0 +1,51 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What the documents tell a reader to type exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+TOP = Path(__file__).resolve().parents[2]
+DOCUMENTS = [TOP / "README.md", TOP / "docs/awx.md"]
+
+
+def settings() -> set[str]:
+    """Every variable a user may set: those of the roles and of the playbooks."""
+    found: set[str] = {"gpu_hosts", "gpu_snapshot"}
+    for path in TOP.glob("roles/*/meta/argument_specs.yml"):
+        found |= set(yaml.safe_load(path.read_text())["argument_specs"]["main"]["options"])
+    tasks = yaml.safe_load((TOP / "playbooks/tasks/settings.yml").read_text())
+    return found | set(tasks[0]["vars"]["__settings_of_playbooks"])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_variable_and_playbook_exists(document: Path) -> None:
+    text = document.read_text()
+    told = set(re.findall(r"\bgpu_[a-z_]+\b", text)) - {"gpu_nodes", "gpu_settings", "gpu_services"}
+    assert told - settings() == set()
+    playbooks = set(re.findall(r"ansible-playbook gpufleet\.driver\.([a-z_]+)", text))
+    playbooks |= set(re.findall(r"\b([a-z]+)\.yml`", text)) - {"inventory"}
+    assert {name for name in playbooks if not (TOP / f"playbooks/{name}.yml").exists()} == set()
+
+
+def test_the_workflow_for_awx_hangs_together() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (TOP / "docs/awx.md").read_text(), re.DOTALL)
+    data = next(found for found in map(yaml.safe_load, blocks) if "controller_workflows" in found)
+    templates = {one["name"]: one["playbook"] for one in data["controller_templates"]}
+    assert all((TOP / "playbooks" / playbook).exists() for playbook in templates.values())
+    (workflow,) = data["controller_workflows"]
+    nodes = {node["identifier"]: node for node in workflow["workflow_nodes"]}
+    reached = {"plan"}
+    for node in nodes.values():
+        for following in node.get("related", {}).values():
+            reached |= {one["identifier"] for one in following}
+        job = node["unified_job_template"]
+        assert job["type"] == "workflow_approval" or job["name"] in templates
+        assert set(node.get("extra_data", {})) <= settings()
+    assert reached == set(nodes), "every node is reached, and every node that is named exists"
