@@ -115,8 +115,10 @@ def next_steps(
     ):
         names = those([outcome for outcome in outcomes if outcome not in good])
         if names:
-            ends = "go back to the driver they had, into service" if playbook_then == "recover" else "try them again"
-            steps.append({"say": f"{say} {named(names)}, then {ends}", "command": typed(playbook_then, names)})
+            ends = (
+                "then, back to the former driver and into service" if playbook_then == "recover" else "then try again"
+            )
+            steps.append({"say": f"{say} {named(names)}; {ends}", "command": typed(playbook_then, names)})
     waiting = those(_GO_ON)
     if waiting:
         first = "when that is done, " if steps else ""

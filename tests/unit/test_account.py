@@ -85,15 +85,15 @@ def test_next_steps_cover_all_nodes_in_the_order_to_type_them() -> None:
     steps = account.next_steps(run, "upgrade", "-i inv -e gpu_driver_version=5")
     assert [(step["say"], step["command"]) for step in steps] == [
         (
-            "bring up g4, then go back to the driver they had, into service",
+            "bring up g4; then, back to the former driver and into service",
             "ansible-playbook gpufleet.driver.recover -i inv -e gpu_driver_version=5 -e gpu_hosts=g4",
         ),
         (
-            "look at g5, then go back to the driver they had, into service",
+            "look at g5; then, back to the former driver and into service",
             "ansible-playbook gpufleet.driver.recover -i inv -e gpu_driver_version=5 -e gpu_hosts=g5",
         ),
         (
-            "mend what is said of g2, g3, g7, then try them again",
+            "mend what is said of g2, g3, g7; then try again",
             "ansible-playbook gpufleet.driver.upgrade -i inv -e gpu_driver_version=5 -e gpu_hosts=g2,g3,g7",
         ),
         (
