@@ -351,6 +351,12 @@ failed_workloads:
   type: list
   elements: str
   returned: with O(state=started)
+cordon:
+  description:
+    - How the node was found before it was taken out of service, as O(gpufleet.driver.node_journal#module:cordon); null
+      if the journal does not say. So whoever gives the node back need not ask for it.
+  returned: with O(state=started)
+  type: dict
 workloads:
   description: State of each workload after this task.
   type: dict
@@ -376,7 +382,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.workloads imp
     WorkloadsError,
     from_census,
 )
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import CORDON, Journal, JournalError
 from ansible_collections.gpufleet.driver.plugins.module_utils.statefile import StateFileError
 
 NVML_SECONDS = 20
@@ -447,6 +453,7 @@ def main() -> None:
             )
         elif p["state"] == "started":
             result = node.start(declared, check=module.check_mode, stay=p["stay"], back_from=p["back_from"])
+            result["cordon"] = journal.before(CORDON)
         else:
             guests = Guests(node, p["state_dir"], time.time)
             if p["state"] == "hosted":

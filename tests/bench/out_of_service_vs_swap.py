@@ -142,7 +142,7 @@ def main() -> int:
                     "upgrade",
                     gpu_driver_version=NEW,
                     gpu_canary=0,
-                    gpu_workloads=[{"name": "counter", "unit": "gpu-counter.service"}],
+                    gpu_workloads=[{"name": "counter", "unit": "gpu-counter.service", "ready": ["sh", "-c", ANSWERS]}],
                     gpu_scheduler_options={
                         "cordon_command": [str(hook), "cordon"],
                         "uncordon_command": [str(hook), "uncordon"],

@@ -186,13 +186,14 @@ class Systemd:
         lines = self._run(argv, timeout=_QUERY).stdout.strip().splitlines()
         return lines[-1] if lines else ""
 
-    def wait_back(self, units: Sequence[str], timeout: float) -> list[Unit]:
-        """Wait until all ``units`` are back and still are a second later; the ones that are not when time is up.
+    def wait_back(self, units: Sequence[str], timeout: float, twice: bool = True) -> list[Unit]:
+        """Wait until all ``units`` are back; the ones that are not when time is up.
 
-        The second look is for a service that counts as started the moment it is forked, and then dies.
+        ``twice`` looks again a second later: for a service that counts as started the moment it is forked, and then
+        dies. Where something else proves that it works, one look is enough.
         """
         deadline = self._monotonic() + timeout
-        steady = False
+        steady = not twice
         while True:
             shown = self.show(units)
             late = [unit for unit in shown.values() if not unit.back]

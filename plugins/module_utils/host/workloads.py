@@ -45,6 +45,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _QUERY = 30.0
 _TRANSIENT = 3.0
 """Seconds after which a process is no passing look at the GPUs, such as a monitor's nvidia-smi."""
+_SOON = 0.25
+"""Seconds after which work is asked for the second time whether it is ready; then in longer and longer intervals."""
 _SETTLE = 10.0
 """Seconds that processes of stopped work may take to let go of the device."""
 
@@ -696,6 +698,7 @@ class Workloads:
         if trouble or not record["running"] or not record["ready"]:
             return trouble
         deadline = self.monotonic() + record["ready_timeout"]
+        pause = _SOON
         while True:
             left = deadline - self.monotonic()
             said = self.run(record["ready"], timeout=max(1.0, left))
@@ -703,7 +706,8 @@ class Workloads:
                 return ""
             if deadline - self.monotonic() <= 0:
                 return f"is running, but not ready after {record['ready_timeout']:.0f} s ({said.describe()})"
-            self.sleep(2.0)
+            self.sleep(pause)
+            pause = min(2.0, 2 * pause)
 
     def take_down(self, one: Found) -> None:
         """Stop a workload that is somebody else's guest here, leaving its unit or container free to start again.
@@ -723,7 +727,8 @@ class Workloads:
         deadline = self.monotonic() + record["ready_timeout"]
         for name in record["units"]:
             self.systemd.start(name, timeout=max(1.0, deadline - self.monotonic()))
-        late = self.systemd.wait_back(record["units"], max(1.0, deadline - self.monotonic()))
+        left = max(1.0, deadline - self.monotonic())
+        late = self.systemd.wait_back(record["units"], left, twice=not record["ready"])
         return "; ".join(
             f'{unit.describe()}, last said "{self.systemd.last_words(unit.id)}" (next: {unit.next})'
             if unit.present

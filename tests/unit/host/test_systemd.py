@@ -170,6 +170,15 @@ def test_a_service_that_dies_after_its_start_is_not_back(tmp_path: Path) -> None
     assert [unit.id for unit in late] == ["b.service"]
 
 
+def test_one_look_is_enough_where_something_else_proves_the_service(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"a.service": FakeUnit("active")})
+    assert Systemd(machine.run, machine.sleep).wait_back(["a.service"], timeout=60, twice=False) == []
+    assert machine.clock == 0
+    machine.units["a.service"].active = "failed"
+    late = Systemd(machine.run, machine.sleep).wait_back(["a.service"], timeout=60, twice=False)
+    assert [unit.id for unit in late] == ["a.service"]
+
+
 def test_hold(tmp_path: Path) -> None:
     hold = Hold(tmp_path, "Because.")
     (tmp_path / "a.service.d").mkdir()
