@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -146,6 +147,28 @@ class Cluster:
     def path(self, resource: str, name: str = "", group: str = "v1") -> str:
         prefix = f"/api/{group}" if group == "v1" else f"/apis/{group}"
         return f"{prefix}/namespaces/{self.namespace}/{resource}" + (f"/{name}" if name else "")
+
+    def account(self, name: str, rules: list[tuple[str, str, list[str]]]) -> Path:
+        """A kubeconfig for an account with these rights (API group, resource, verbs) in the whole cluster."""
+        full = f"{self.namespace}-{name}"
+        rbac = "/apis/rbac.authorization.k8s.io/v1"
+        subject = {"kind": "ServiceAccount", "name": name, "namespace": self.namespace}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": full}
+        listed = [{"apiGroups": [group], "resources": [what], "verbs": verbs} for group, what, verbs in rules]
+        self.api.post(self.path("serviceaccounts"), {"metadata": {"name": name}})
+        self.api.post(f"{rbac}/clusterroles", {"metadata": {"name": full}, "rules": listed})
+        bound = {"metadata": {"name": full}, "roleRef": role, "subjects": [subject]}
+        self.api.post(f"{rbac}/clusterrolebindings", bound)
+        return self.kubeconfig_of(self.path("serviceaccounts", name), self.state / f"{full}.kubeconfig")
+
+    def kubeconfig_of(self, account: str, to: Path) -> Path:
+        """A kubeconfig for the service account at a path."""
+        token = self.api.post(f"{account}/token", {"spec": {"expirationSeconds": 3600}})["status"]["token"]
+        config = json.loads(self.kubeconfig.read_text())
+        config["users"] = [{"name": "account", "user": {"token": token}}]
+        config["contexts"][0]["context"]["user"] = "account"
+        to.write_text(json.dumps(config))
+        return to
 
     # ---- what is tested
 

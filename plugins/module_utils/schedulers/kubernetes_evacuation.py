@@ -216,7 +216,7 @@ class Evacuation:
             workload = objects.workload_name(pod, owner)
             if "deletionTimestamp" in pod["metadata"]:
                 its.waiting.append(self._stopping(pod))
-                its.ends.setdefault(workload, End(workload, EVICTED if uid in self._evicted else ENDED))
+                its.ends.setdefault(workload, End(workload, EVICTED if objects.was_evicted(pod) else ENDED))
             elif not self._goes(workload):
                 left = objects.remaining(pod, self._clock())
                 its.waiting.append(
@@ -247,13 +247,16 @@ class Evacuation:
             "deleteOptions": {"preconditions": {"uid": meta["uid"]}},
         }
         query: dict[str, Any] = {"dryRun": "All"} if check else {}
-        answer = self._api.request("POST", name_path(pod, "v1", "pods", "eviction"), body, final=(429, 500), **query)
+        path = name_path(pod, "v1", "pods", "eviction")
+        answer = self._api.request("POST", path, body, final=(429, 500), **query)
         if answer.ok:
             self._evicted.add(meta["uid"])
             self._refused.pop(meta["uid"], None)
             return None
         if answer.status in (404, 409):  # gone, or another of that name: the next look shows
             return None
+        if answer.status in (401, 403):
+            raise ApiError("POST", path, answer)
         self._not_before[meta["uid"]] = time.monotonic() + (answer.retry_after or BUDGET_SECONDS)
         self._refused[meta["uid"]] = "; ".join(answer.causes) or answer.message
         return self._refused[meta["uid"]]

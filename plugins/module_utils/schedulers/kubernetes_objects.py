@@ -295,6 +295,14 @@ def is_serving(pod: Object) -> bool:
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
+def was_evicted(pod: Object) -> bool:
+    """Whether its end was asked for by the eviction API."""
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(
+        each["type"] == "DisruptionTarget" and each.get("reason") == "EvictionByEvictionAPI" for each in conditions
+    )
+
+
 def last_words(pod: Object) -> str:
     """Why a pod is where it is, as far as its status tells."""
     status = pod.get("status") or {}

@@ -14,7 +14,7 @@ from cluster import RUN, Cluster, evacuate, go, until
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_evacuation
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import End, Fate
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import End, Fate, SchedulerError
 
 NOTHING: list[Fate] = []
 
@@ -206,6 +206,7 @@ def test_a_pod_that_never_stops_fails_the_node_with_the_command_to_type(cluster:
     early = evacuate(backend, [node], go(cluster, pod), patience=0.5)[node]
     early = evacuate(backend, [node], go(cluster, pod), patience=0.5, deadline=-1)[node]
     assert not early.failed and "is being deleted" in early.waiting[0], "it has time to stop, however late it is"
+    assert early.ends == (End(f"{cluster.namespace}/{pod}", "evicted"),), "a later call knows what an earlier one did"
     result = evacuate(backend, [node], go(cluster, pod), deadline=-1)[node]
     assert result.failed and "past its grace period" in result.msg
     assert f"kubectl -n {cluster.namespace} delete pod {pod} --force" in result.msg
@@ -318,6 +319,15 @@ def test_the_api_server_is_restarted_in_the_middle(cluster: Cluster) -> None:
     cluster.lab("start", "kube-apiserver")
     result = evacuate(backend, [node], go(cluster, *pods))[node]
     assert result.as_dict()["empty"], (result, time.monotonic() - started)
+
+
+def test_an_account_without_the_right_to_evict_is_told_so_at_once(cluster: Cluster) -> None:
+    (node,) = cluster.nodes(1)
+    (pod,) = cluster.deployment("llama")
+    looks = (("", "pods"), ("policy", "poddisruptionbudgets"), ("resource.k8s.io", "resourceclaims"))
+    kubeconfig = cluster.account("looker", [(group, what, ["list"]) for group, what in looks])
+    with pytest.raises(SchedulerError, match=r"eviction with 403 .*cannot create.*docs/kubernetes-rbac\.yml"):
+        evacuate(cluster.backend(kubeconfig=str(kubeconfig)), [node], go(cluster, pod))
 
 
 def test_one_unknown_node_does_not_hinder_the_others(cluster: Cluster) -> None:

@@ -28,20 +28,14 @@ def test_the_manifest_is_what_the_code_calls() -> None:
     assert written == rbac.manifest(), f"write it anew: python {LAB / 'rbac.py'} > docs/kubernetes-rbac.yml"
 
 
-def account(api: Api, kubeconfig: Path, to: Path) -> None:
-    """Make the account of the manifest, and a kubeconfig for it."""
+def apply(api: Api) -> None:
+    """What kubectl apply does with the manifest."""
     for item in rbac.objects():
         try:
             api.post(PATHS[item["kind"]], item)
         except ApiError as exc:
             if exc.status != 409:
                 raise
-    path = f"{PATHS['ServiceAccount']}/{rbac.NAME}/token"
-    token = api.post(path, {"spec": {"expirationSeconds": 3600}})["status"]["token"]
-    config = json.loads(kubeconfig.read_text())
-    config["users"] = [{"name": "gpufleet", "user": {"token": token}}]
-    config["contexts"][0]["context"]["user"] = "gpufleet"
-    to.write_text(json.dumps(config))
 
 
 def used(log: Path) -> set[tuple[str, str, str]]:
@@ -61,8 +55,8 @@ def used(log: Path) -> set[tuple[str, str, str]]:
     reason="a cluster that is given keeps its audit log to itself; unset GPUFLEET_TEST_KUBECONFIG",
 )
 def test_every_right_is_used_and_no_other_is_needed(cluster: Cluster, tmp_path: Path) -> None:
-    own = tmp_path / "kubeconfig"
-    account(cluster.api, cluster.kubeconfig, own)
+    apply(cluster.api)
+    own = cluster.kubeconfig_of(f"{PATHS['ServiceAccount']}/{rbac.NAME}", tmp_path / "kubeconfig")
     nodes = set(cluster.nodes(3, labels={"dcgm": "on"}))
     cluster.apps("daemonsets", "dcgm", gpus=0, container={"env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]},
                  nodeSelector={"dcgm": "on"})  # fmt: skip
