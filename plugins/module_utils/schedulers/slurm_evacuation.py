@@ -270,28 +270,32 @@ class Evacuation:
             hurry = bool(noted.off) and set(noted.off.split(",")) <= set(closed)
             if job.state == "PENDING" and (noted.step == "held" or (hurry and job.reason == "BeginTime")):
                 todo.append((job, noted, hurry))
-            coming = coming or noted.step == "held"
+            coming = coming or (noted.step == "held" and (job.held or job.state == "COMPLETING"))
         each(lambda item: self._start(*item), todo)
         return coming
 
     def _start(self, job: Job, noted: Token, hurry: bool) -> None:
-        words = [f"jobid={job.id}", *(["starttime=now"] if hurry else [])]
+        text = job.admin_comment
         if noted.step == "held":
+            constraint = slurm_jobs.bound(noted.was, noted.feature) if noted.feature else None
+            self._let_go(job, constraint)
             message = "this job was put back into the queue, because its node gets another NVIDIA driver"
-            text = slurm_jobs.with_token(job.admin_comment, message, replace(noted, step="done"))
-            words.append(f"admincomment={text}")
-            if noted.feature:
-                words.append(f"features={slurm_jobs.bound(noted.was, noted.feature) or ''}")
-        self._slurm.change("scontrol", "update", *words)
-        if noted.step == "held":
-            self._slurm.change("scontrol", "release", job.id)
+            text = slurm_jobs.with_token(text, message, replace(noted, step="done"))
+        words = [f"admincomment={text}", *(["starttime=now"] if hurry else [])]
+        self._slurm.change("scontrol", "update", f"jobid={job.id}", *words)
 
     def _free(self, job: Job, noted: Token) -> None:
         """Make a job in the queue as it was before us."""
-        words = [f"features={noted.was}"] if noted.feature else []
+        if noted.step == "held" or noted.feature:
+            self._let_go(job, noted.was if noted.feature else None, held=noted.step == "held")
         text = slurm_jobs.without_token(job.admin_comment)
-        self._slurm.change("scontrol", "update", f"jobid={job.id}", f"admincomment={text}", *words)
-        if noted.step == "held":
+        self._slurm.change("scontrol", "update", f"jobid={job.id}", f"admincomment={text}")
+
+    def _let_go(self, job: Job, constraint: str | None, held: bool = True) -> None:
+        """The note that it is held by us is taken away only after this, so that it is not forgotten in the queue."""
+        if constraint is not None:
+            self._slurm.change("scontrol", "update", f"jobid={job.id}", f"features={constraint}")
+        if held:
             self._slurm.change("scontrol", "release", job.id)
 
     def keep_off(self, names: Collection[str]) -> None:

@@ -1,0 +1,70 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Slurm on real daemons: we die after any single change, and the next call finishes what was begun."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+from slurm_cluster import NEW, OLD, Cluster, until
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import execution
+from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Fate, Mark
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm import Slurm
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_commands import Commands
+
+R1 = Mark("run-1", 1.0)
+
+
+class Died(BaseException):
+    pass
+
+
+@dataclass
+class Mortal(Commands):
+    changes_left: int = 0
+
+    def change(self, *words: str) -> Completed:
+        if not self.changes_left:
+            raise Died
+        self.changes_left -= 1
+        return super().change(*words)
+
+
+def mortal(slurm: Cluster, changes: int) -> Slurm:
+    return Slurm(Mortal(execution.run, timeout=20, conf=str(slurm.state / "etc/slurm.conf"), changes_left=changes))
+
+
+@pytest.mark.parametrize("changes", range(7))
+def test_no_job_is_lost_or_held_for_ever(slurm: Cluster, changes: int) -> None:
+    """Signal, note, note, requeue held, bind, release, note: we die before each of them."""
+    name = f"crash{changes}"
+    job = slurm.counter(name, node="gpu-1")
+    slurm.running(job)
+    until(lambda: int(slurm.text(f"{name}.now") or 0) > 1, "a step")
+    slurm.backend(versions=dict.fromkeys(slurm.names, OLD)).cordon(["gpu-1"], R1)
+    fates = [Fate(f"job {job}", "move")]
+    with pytest.raises(Died):
+        mortal(slurm, changes).evacuate(["gpu-1"], R1, fates, time.time() + 3600, 30)
+    result = slurm.backend().evacuate(["gpu-1"], R1, fates, time.time() + 3600, 30)["gpu-1"]
+    assert not result.failed and not result.waiting
+    found = slurm.job(job)
+    assert found is not None and not found.held and found.constraint == f"driver-{OLD}"
+    assert int(slurm.text(name)) > 0
+
+
+@pytest.mark.parametrize("changes", range(5))
+def test_no_node_goes_to_work_unproven(slurm: Cluster, changes: int) -> None:
+    """Reserve, resume, drain, end the reservation, features: we die before each of them, and settle."""
+    slurm.backend().cordon(["gpu-1"], R1)
+    (slurm.state / "nodes/gpu-1.driver").write_text(f"{NEW}\n")
+    eager = slurm.submit("sleep 300", "--gres=gpu:1", user="daemon", node="gpu-1")
+    with pytest.raises(Died):
+        mortal(slurm, changes).validate(["gpu-1"], R1, {}, 60)
+    slurm.backend().settle(R1)
+    assert slurm.node("gpu-1").drain and not slurm.commands.reservations()
+    assert slurm.job(eager).state == "PENDING"
