@@ -73,6 +73,7 @@ nodes:
       owner: {kind: NVIDIADriver, name: h100}
       pod_version: 570.133.20
       loaded: 570.133.20
+      gpus: [NVIDIA-H100-80GB-HBM3, NVIDIA-H100-80GB-HBM3]
       state: upgrade-done
       held: false
   contains:
@@ -107,6 +108,10 @@ nodes:
     loaded:
       description: The loaded version. Null if nobody has looked since the driver was started.
       type: str
+    gpus:
+      description: The model of each GPU, as feature discovery names it.
+      type: list
+      elements: str
     state:
       description: The operator's own upgrade state of the node.
       type: str

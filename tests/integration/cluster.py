@@ -131,6 +131,9 @@ class Cluster:
     def pods(self, **query: Any) -> list[Object]:
         return self.api.get(self.path("pods"), **query)["items"]
 
+    def pod_phase(self, name: str) -> str:
+        return self.api.get(self.path("pods", name))["status"]["phase"]
+
     def pods_on(self, node: str) -> list[str]:
         return sorted(pod["metadata"]["name"] for pod in self.pods(fieldSelector=f"spec.nodeName={node}"))
 

@@ -186,6 +186,12 @@ class DriverNode:
             return None
         return self.labels.get(LOADED)
 
+    @property
+    def gpus(self) -> list[str]:
+        """The model of each GPU, as feature discovery names it."""
+        count = self.labels.get("nvidia.com/gpu.count", "")
+        return [self.labels.get("nvidia.com/gpu.product", "unknown")] * int(count) if count.isdigit() else []
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "owner": {"kind": self.owner.kind, "name": self.owner.name} if self.owner else None,
@@ -195,6 +201,7 @@ class DriverNode:
             "in_sync": self.in_sync,
             "ready": self.pod is not None and self.pod.ready,
             "loaded": self.loaded,
+            "gpus": self.gpus,
             "state": self.state,
             "held": self.held,
             "note": dict(self.note),

@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cluster import LAB, Cluster, until
+from operator_cluster import OperatorCluster
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +36,16 @@ _number = itertools.count(1)
 @pytest.fixture
 def cluster(control_plane: Path) -> Iterator[Cluster]:
     made = Cluster(control_plane, f"t{next(_number)}")
+    made.api.post("/api/v1/namespaces", {"metadata": {"name": made.namespace}})
+    until("the default account", lambda: made.api.find(made.path("serviceaccounts", "default")))
+    yield made
+    made.clean()
+
+
+@pytest.fixture
+def operated(control_plane: Path) -> Iterator[OperatorCluster]:
+    """A cluster whose drivers are the GPU Operator's."""
+    made = OperatorCluster(control_plane, f"t{next(_number)}")
     made.api.post("/api/v1/namespaces", {"metadata": {"name": made.namespace}})
     until("the default account", lambda: made.api.find(made.path("serviceaccounts", "default")))
     yield made

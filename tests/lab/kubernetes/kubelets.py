@@ -12,7 +12,7 @@ It does what a kubelet does towards the API server and nothing else: no containe
     stops-after: "5"     how long its processes take to stop (default 0.1, and never more than its grace period)
     stuck: "true"        it never stops: Terminating for ever
 
-An image with ``.404.`` in its name cannot be pulled.
+An image with ``.404.`` in its name cannot be pulled; one called ``lab.gpufleet/ends`` ends by itself, as Succeeded.
 
 Nodes are those labelled ``lab.gpufleet/node=true``. With the state directory of a hosts lab, pods on nodes that are its
 machines are real processes there (machines.py).
@@ -152,6 +152,8 @@ class Kubelets:
         if self._doing.get(uid) == wish:
             return
         said = {k[len(PREFIX) :]: v for k, v in meta.get("annotations", {}).items() if k.startswith(PREFIX)}
+        if pod["spec"]["containers"][0]["image"].startswith(PREFIX + "ends"):
+            said.setdefault("runs-for", "0.2")
         if wish == "stop" and said.get("stuck") != "true":
             grace = float(meta.get("deletionGracePeriodSeconds") or 0)
             self.agenda.add(min(float(said.get("stops-after", 0.1)), grace), lambda: self.stop(pod))

@@ -1,0 +1,121 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""``upgrade.yml`` from end to end on a cluster whose drivers are the GPU Operator's, while it is at work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster import until
+from fleet import Fleet, Played
+from operator_cluster import DRIVERS, NEW, OLD, POLICIES, OperatorCluster
+from standin import SKIP
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
+
+
+class Operated:
+    """A cluster at work, and the playbooks for it."""
+
+    def __init__(self, cluster: OperatorCluster, directory: Path) -> None:
+        self.cluster = cluster
+        self.names = cluster.names
+        hosts: dict[str, dict] = {name: {} for name in self.names}
+        (directory / "inventory.yml").write_text(yaml.safe_dump({"gpu_nodes": {"hosts": hosts}}))
+        self.fleet = Fleet("kubernetes", directory, self.names)
+        self.variables: dict[str, Any] = {
+            "gpu_driver_version": NEW,
+            "gpu_driver_owner": "gpu_operator",
+            "gpu_operator_timeout": 60,
+            "gpu_scheduler": "kubernetes",
+            "gpu_scheduler_options": {
+                "kubeconfig": str(cluster.kubeconfig),
+                "validation_image": "lab.gpufleet/ends:1",
+                "validation_namespace": cluster.namespace,
+            },
+            "gpu_state_dir": str(directory / "state"),
+            "gpu_workload_wait": 120,
+            "gpu_lock_host": "localhost",
+        }
+
+    def load(self, share: float) -> None:
+        """Work on ``share`` of the GPUs, in pods of different sizes, that may be evicted."""
+        quarter = int(8 * len(self.names) * share) // 4
+        self.work = {"serve-4": (4, quarter // 2), "serve-2": (2, quarter // 2), "serve-1": (1, quarter)}
+        for name, (size, count) in self.work.items():
+            self.cluster.apps("deployments", name, replicas=count, gpus=size, wait=False)
+        until("all work runs", self.all_at_work, 60)
+
+    def all_at_work(self) -> bool:
+        return all(self.cluster.are_ready("deployments", name) for name in self.work)
+
+    def upgrade(self, **variables: Any) -> Played:
+        return self.fleet.play("upgrade", timeout=600, **{**self.variables, **variables})
+
+    def loaded(self) -> dict[str, str | None]:
+        return {name: self.cluster.loaded(name) for name in self.names}
+
+
+def closed(operated: OperatorCluster) -> list[str]:
+    nodes = {name: operated.node(name) for name in operated.names}
+    return [name for name, node in nodes.items() if node["spec"].get("unschedulable") or node["spec"].get("taints")]
+
+
+def test_a_fleet_at_work_with_a_cluster_policy(operated: OperatorCluster, tmp_path: Path) -> None:
+    """12 nodes at 85 % load. One is cordoned by hand before, another in the middle; the API server is restarted."""
+    names = operated.begin(12)
+    policy = operated.api.get(f"{POLICIES}/cluster-policy")["spec"]["driver"]["upgradePolicy"]
+    run = Operated(operated, tmp_path)
+    run.load(0.85)
+    operated.cordon(names[3])
+    playing = run.fleet.begin("upgrade", **run.variables)
+    until("the canary is there", lambda: NEW in run.loaded().values(), 240)
+    late = next(name for name in reversed(names) if operated.loaded(name) == OLD and name != names[3])
+    operated.cordon(late)
+    until("a batch is under way", lambda: sum(v == NEW for v in run.loaded().values()) > 2, 240)
+    operated.lab("kill", "kube-apiserver")
+    operated.lab("start", "kube-apiserver")
+    played = playing.end(900)
+    assert played.rc == 0, played.output[-6000:]
+    assert set(run.loaded().values()) == {NEW}
+    assert set(played.outcomes.values()) == {"upgraded"}
+    assert sorted(closed(operated)) == sorted([names[3], late])
+    until("all work runs", run.all_at_work, 60)
+    for name in names:
+        meta = operated.node(name)["metadata"]
+        assert SKIP not in meta["labels"]
+        assert not [key for key in meta["annotations"] if key.startswith(objects.PREFIX)]
+    assert operated.api.get(f"{POLICIES}/cluster-policy")["spec"]["driver"]["upgradePolicy"] == policy
+    again = run.upgrade()
+    assert again.rc == 0 and set(again.outcomes.values()) == {"already"}, again.output[-3000:]
+
+
+@pytest.mark.parametrize("release", ["v26.7.0"])
+def test_pools_of_nvidia_drivers(operated: OperatorCluster, tmp_path: Path, release: str) -> None:
+    pools = {"pool-a": {"pool": "a"}, "pool-b": {"pool": "b"}}
+    operated.begin(4, pools=pools, settings={"release": release})
+    run = Operated(operated, tmp_path)
+    run.load(0.6)
+    played = run.upgrade()
+    assert played.rc == 0, played.output[-6000:]
+    assert set(run.loaded().values()) == {NEW} and set(played.outcomes.values()) == {"upgraded"}
+    assert {i["spec"]["version"] for i in operated.api.get(DRIVERS)["items"]} == {NEW}
+    assert closed(operated) == []
+    until("all work runs", run.all_at_work, 60)
+
+
+def test_a_canary_whose_driver_does_not_load_goes_back(operated: OperatorCluster, tmp_path: Path) -> None:
+    operated.begin(3)
+    operated.set(broken={NEW: ["*"]})
+    run = Operated(operated, tmp_path)
+    run.load(0.6)
+    played = run.upgrade()
+    assert played.rc != 0
+    assert sorted(played.outcomes.values()) == ["not started", "not started", "rolled back"], played.output[-6000:]
+    assert set(run.loaded().values()) == {OLD} and operated.version() == OLD and closed(operated) == []
+    assert not any(operated.label(name, SKIP) for name in operated.names)
+    until("all work runs", run.all_at_work, 60)
