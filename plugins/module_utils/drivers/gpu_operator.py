@@ -61,6 +61,18 @@ _LISTS = {
 }
 
 
+RIGHTS = (
+    ("", "nodes", ("get", "list", "patch")),
+    ("", "pods", ("create", "delete", "list")),
+    ("apps", "controllerrevisions", ("list",)),
+    ("apps", "daemonsets", ("list",)),
+    ("apps", "deployments", ("list",)),
+    ("nvidia.com", "clusterpolicies", ("get", "list", "patch")),
+    ("nvidia.com", "nvidiadrivers", ("get", "list", "patch")),
+)
+"""API group, resource and verbs of every request sent from here; docs/kubernetes-rbac.yml is made from it."""
+
+
 @dataclass
 class Progress:
     """How far one node is. ``before`` and ``after`` are versions of its driver pod; ``waiting`` says for what."""
