@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ import pytest
 import rbac
 from api import Api, ApiError
 from cluster import LAB, RUN, TOP, Cluster, evacuate, go, until
+from operator_cluster import NEW, OperatorCluster
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import kubernetes_api
+from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import gpu_operator
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes
 
 PATHS = {
     "Namespace": "/api/v1/namespaces",
@@ -80,5 +86,28 @@ def test_every_right_is_used_and_no_other_is_needed(cluster: Cluster, tmp_path: 
     evacuate(backend, [goal], go(cluster, pod["metadata"]["name"], to=(been[0],), fate="move"), patience=5)
     until("it waits", lambda: cluster.pods(labelSelector="app=llama", fieldSelector="status.phase=Pending"))
     assert any("waited for a node chosen for it" in line for line in backend.settle(RUN)) and squatters
-    allowed = {(group, resource, verb) for group, resource, verbs in rbac.RIGHTS for verb in verbs}
+    allowed = {(group, resource, verb) for group, resource, verbs in kubernetes.RIGHTS for verb in verbs}
     assert used(cluster.state / "audit.log") == allowed
+
+
+@pytest.mark.skipif(
+    "GPUFLEET_TEST_KUBECONFIG" in os.environ,
+    reason="a cluster that is given keeps its audit log to itself; unset GPUFLEET_TEST_KUBECONFIG",
+)
+@pytest.mark.parametrize("pools", [None, {"all": None}], ids=["ClusterPolicy", "NVIDIADriver"])
+def test_every_right_over_the_gpu_operator_is_used(
+    operated: OperatorCluster, tmp_path: Path, pools: dict[str, Any] | None
+) -> None:
+    own = tmp_path / "kubeconfig"
+    account(operated.api, operated.kubeconfig, own)
+    first, dummy = operated.begin(2, pools=pools)
+    operated.cordon(first)
+    driver = gpu_operator.GpuOperator(kubernetes_api.Api(str(own)), "run-1")
+    assert driver.stage([first], NEW, time.time() + 20, 20)[first].done
+    assert driver.swap([first], NEW, time.time() + 40, 40)[first].done
+    assert driver.settle()
+    seen = used(operated.state / "audit.log")
+    other = "clusterpolicies" if pools else "nvidiadrivers"
+    wanted = {(group, resource, verb) for group, resource, verbs in gpu_operator.RIGHTS for verb in verbs}
+    assert seen >= {right for right in wanted if right[1] != other}
+    assert seen <= {(group, resource, verb) for group, resource, verbs in rbac.RIGHTS for verb in verbs}

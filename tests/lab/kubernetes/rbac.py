@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import yaml
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import gpu_operator
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes
 
 NAME = NAMESPACE = "gpufleet"
@@ -20,7 +22,16 @@ HEAD = """\
 """
 
 Rights = Iterable[tuple[str, str, tuple[str, ...]]]
-RIGHTS: Rights = kubernetes.RIGHTS
+
+
+def merged(*parts: Rights) -> Rights:
+    found: dict[tuple[str, str], set[str]] = {}
+    for group, resource, verbs in itertools.chain(*parts):
+        found.setdefault((group, resource), set()).update(verbs)
+    return [(group, resource, tuple(sorted(verbs))) for (group, resource), verbs in found.items()]
+
+
+RIGHTS: Rights = merged(kubernetes.RIGHTS, gpu_operator.RIGHTS)
 
 
 def objects() -> list[dict[str, Any]]:
