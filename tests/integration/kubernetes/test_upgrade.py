@@ -68,30 +68,30 @@ def closed(operated: OperatorCluster) -> list[str]:
 def test_a_fleet_at_work_with_a_cluster_policy(operated: OperatorCluster, tmp_path: Path) -> None:
     """12 nodes at 85 % load. One is cordoned by hand before, another in the middle; the API server is restarted."""
     names = operated.begin(12)
+    by_hand = names[3]
     policy = operated.api.get(f"{POLICIES}/cluster-policy")["spec"]["driver"]["upgradePolicy"]
     run = Operated(operated, tmp_path)
     run.load(0.85)
-    operated.cordon(names[3])
+    operated.cordon(by_hand)
     playing = run.fleet.begin("upgrade", **run.variables)
     until("the canary is there", lambda: NEW in run.loaded().values(), 240)
-    late = next(name for name in reversed(names) if operated.loaded(name) == OLD and name != names[3])
+    late = next(name for name in reversed(names) if operated.loaded(name) == OLD and name != by_hand)
     operated.cordon(late)
     until("a batch is under way", lambda: sum(v == NEW for v in run.loaded().values()) > 2, 240)
     operated.lab("kill", "kube-apiserver")
     operated.lab("start", "kube-apiserver")
-    played = playing.end(900)
-    assert played.rc == 0, played.output[-6000:]
-    assert set(run.loaded().values()) == {NEW}
-    assert set(played.outcomes.values()) == {"upgraded"}
-    assert sorted(closed(operated)) == sorted([names[3], late])
+    played = playing.end(1200)
+    assert run.loaded() == {name: OLD if name == by_hand else NEW for name in names}, played.output[-6000:]
+    outcomes = {name: "skipped" if name == by_hand else "upgraded" for name in names}
+    assert played.outcomes == outcomes and "cordoned by somebody-else" in played.nodes[by_hand]["reason"]
+    assert sorted(closed(operated)) == sorted([by_hand, late])
     until("all work runs", run.all_at_work, 60)
     for name in names:
         meta = operated.node(name)["metadata"]
-        assert SKIP not in meta["labels"]
-        assert not [key for key in meta["annotations"] if key.startswith(objects.PREFIX)]
+        ours = [key for key in meta["annotations"] if key.startswith(objects.PREFIX)]
+        # held, since the operator itself would upgrade it at once: it is cordoned
+        assert (meta["labels"].get(SKIP), bool(ours)) == (("true", True) if name == by_hand else (None, False))
     assert operated.api.get(f"{POLICIES}/cluster-policy")["spec"]["driver"]["upgradePolicy"] == policy
-    again = run.upgrade()
-    assert again.rc == 0 and set(again.outcomes.values()) == {"already"}, again.output[-3000:]
 
 
 @pytest.mark.parametrize("release", ["v26.7.0"])
