@@ -478,7 +478,8 @@ def _owner_of(
         if len(matching) > 1:
             names = " and ".join(sorted(owners[uid].name for uid in matching))
             return None, f"the NVIDIADrivers {names} both select it, so it gets no driver at all"
-        found = [owners[uid] for uid in matching]
+        default = [item["metadata"]["uid"] for item in drivers if item["spec"].get("default")]
+        found = [owners[uid] for uid in matching or default if uid in owners]
     return (found[0], None) if found else (None, "no ClusterPolicy or NVIDIADriver gives it a driver")
 
 

@@ -98,8 +98,8 @@ def test_every_right_is_used_and_no_other_is_needed(cluster: Cluster, tmp_path: 
 def test_every_right_over_the_gpu_operator_is_used(
     operated: OperatorCluster, tmp_path: Path, pools: dict[str, Any] | None
 ) -> None:
-    own = tmp_path / "kubeconfig"
-    account(operated.api, operated.kubeconfig, own)
+    apply(operated.api)
+    own = operated.kubeconfig_of(f"{PATHS['ServiceAccount']}/{rbac.NAME}", tmp_path / "kubeconfig")
     first, dummy = operated.begin(2, pools=pools)
     operated.cordon(first)
     driver = gpu_operator.GpuOperator(kubernetes_api.Api(str(own)), "run-1")

@@ -207,6 +207,9 @@ def test_pools() -> None:
     assert world(nodes=[labelled(("pool", "b"))], **lists).nodes["n1"].owner.name == "b"  # type: ignore[union-attr]
     named = labelled(("nvidia.com/gpu-operator.driver.owner", "a"), ("pool", "b"))
     assert world(nodes=[named], **lists).nodes["n1"].owner.name == "a"  # type: ignore[union-attr]
+    rest = {**lists, "drivers": [*drivers, nvidia_driver("rest")]}
+    assert world(nodes=[labelled(("pool", "b"))], **rest).nodes["n1"].owner.name == "b"  # type: ignore[union-attr]
+    assert world(nodes=[node()], **rest).nodes["n1"].owner.name == "rest"  # type: ignore[union-attr]
     both = {**lists, "drivers": [*drivers, nvidia_driver("c", {"pool": "b"})]}
     problem = world(nodes=[labelled(("pool", "b"))], **both).nodes["n1"].problem
     assert problem == "the NVIDIADrivers b and c both select it, so it gets no driver at all"
