@@ -69,6 +69,15 @@ options:
             loses these files. Otherwise they are waited for. An C(emptyDir) in memory hinders nothing.
         type: bool
         default: false
+      taint_daemonsets:
+        description:
+          - For O(scheduler=kubernetes). Whether DaemonSets that use a GPU, but have no node label of their own by which
+            they could be taken off one node, are taken off by a taint, as NVIDIA's plain device plugin needs it. It
+            takes everything off the node that does not tolerate it, also what uses no GPU. Pods of no DaemonSet are
+            evicted before, within their budgets. All of it comes back for the validation.
+          - Without it, such a DaemonSet fails the node, and is named.
+        type: bool
+        default: false
       ignore:
         description:
           - For O(scheduler=kubernetes). Patterns of C(namespace/Kind/name) of owners whose pods are never taken for

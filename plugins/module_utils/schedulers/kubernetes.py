@@ -204,6 +204,7 @@ def connect(options: Mapping[str, Any]) -> Kubernetes:
     rules = objects.Rules(
         unmanaged=options["evict_unmanaged"],
         local_data=options["evict_local_data"],
+        taint=options["taint_daemonsets"],
         ignore=options["ignore"],
         expressions=options["key_expressions"],
         domains=options["domain_labels"],

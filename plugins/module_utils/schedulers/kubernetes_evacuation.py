@@ -50,6 +50,10 @@ class Rest:
     daemons: list[Object] = field(default_factory=list)
     staying: list[Object] = field(default_factory=list)
     """Pods of other DaemonSets."""
+    by_taint: bool = False
+    """Whether DaemonSets have to be taken off by a taint."""
+    bystanders: set[str] = field(default_factory=set)
+    """uids of pods without a GPU that the taint would take off."""
 
     @property
     def empty(self) -> bool:
@@ -124,6 +128,7 @@ class Evacuation:
         except ApiError as exc:
             return str(exc)
         rest = Rest()
+        others: list[tuple[Object, objects.Owner]] = []
         operator_owns = any(objects.is_driver(pod) for pod in pods)
         for pod in pods:
             if objects.is_over(pod):
@@ -137,6 +142,14 @@ class Evacuation:
                 (rest.daemons if sure else rest.staying).append(pod)
             elif use and (sure or owner.kind != "StaticPod"):
                 rest.pods.append((pod, owner))
+            elif owner.kind != "StaticPod":
+                others.append((pod, owner))
+        tainted = not all(objects.pause_keys(pod, rest.staying) for pod in rest.daemons)
+        if tainted and self._rules.taint and not operator_owns:
+            rest.by_taint = True
+            hit = [(pod, owner) for pod, owner in others if not objects.bears(pod, objects.OFF)]
+            rest.bystanders = {pod["metadata"]["uid"] for pod, dummy in hit}
+            rest.pods += hit
         return rest
 
     def _pass(self, rests: Mapping[str, Rest | str], progress: Mapping[str, Progress], check: bool) -> None:
@@ -173,10 +186,11 @@ class Evacuation:
                 its.ends.setdefault(workload, End(workload, ENDED))
         its.seen = {pod["metadata"]["uid"]: objects.workload_name(pod, owner) for pod, owner in rest.pods}
 
-    def _goes(self, workload: str) -> bool:
-        """Whether it is to be evicted now: the plan says so, or time is up."""
+    def _goes(self, rest: Rest, pod: Object, workload: str) -> bool:
+        """Whether it is to be evicted now: the plan says so, or time is up, or it only stands in the way of a taint."""
         fate = self._fates.get(workload)
-        return (fate is not None and fate.fate in _GO) or self._clock() >= self._deadline
+        told = fate is not None and fate.fate in _GO
+        return told or pod["metadata"]["uid"] in rest.bystanders or self._clock() >= self._deadline
 
     def _hindered(self, rest: Rest) -> str | None:
         """Why waiting longer is of no use, or None."""
@@ -189,7 +203,7 @@ class Evacuation:
                         f"kubectl -n {pod['metadata']['namespace']} delete pod {pod['metadata']['name']} --force"
                     )
                 continue
-            if not self._goes(objects.workload_name(pod, owner)):
+            if not self._goes(rest, pod, objects.workload_name(pod, owner)):
                 continue
             reason = objects.hindrance(pod, owner, self._rules)
             if reason:
@@ -200,11 +214,14 @@ class Evacuation:
             if late and pod["metadata"]["uid"] in self._refused:
                 return f"{name} could not be evicted in time: {self._refused[pod['metadata']['uid']]}"
         for pod in rest.daemons:
-            if not objects.pause_keys(pod, rest.staying) and "deletionTimestamp" not in pod["metadata"]:
+            if "deletionTimestamp" in pod["metadata"] or objects.pause_keys(pod, rest.staying):
+                continue
+            if not rest.by_taint or objects.bears(pod, objects.OFF):
                 return (
                     f"{objects.pod_name(pod)} {objects.gpu_use(pod, self._claimed)} and belongs to a DaemonSet that "
                     f"cannot be taken off one node; give its template a node selector of its own, such as "
-                    f"{objects.PREFIX}gpu-clients: 'true', and its nodes that label, or list it in ignore"
+                    f"{objects.PREFIX}gpu-clients: 'true', and its nodes that label; or set taint_daemonsets, or "
+                    "list it in ignore"
                 )
         return None
 
@@ -217,7 +234,7 @@ class Evacuation:
             if "deletionTimestamp" in pod["metadata"]:
                 its.waiting.append(self._stopping(pod))
                 its.ends.setdefault(workload, End(workload, EVICTED if objects.was_evicted(pod) else ENDED))
-            elif not self._goes(workload):
+            elif not self._goes(rest, pod, workload):
                 left = objects.remaining(pod, self._clock())
                 its.waiting.append(
                     f"{name} may finish" + (f", in {left:.0f} s by its own account" if left is not None else "")
@@ -292,12 +309,16 @@ class Evacuation:
         def change(found: Object) -> dict[str, Any] | None:
             meta = found["metadata"]
             labels, annotations = objects.paused(meta.get("labels") or {}, meta.get("annotations") or {}, keys)
-            if labels == meta.get("labels"):
-                return None
-            its.changed = True
-            return None if check else {"/metadata/labels": labels, "/metadata/annotations": annotations}
+            wanted: dict[str, Any] = {}
+            if labels != meta.get("labels"):
+                wanted |= {"/metadata/labels": labels, "/metadata/annotations": annotations}
+            taints = list(found["spec"].get("taints") or ())
+            if rest.by_taint and objects.OFF not in taints:
+                wanted["/spec/taints"] = [*taints, objects.OFF]
+            its.changed = its.changed or bool(wanted)
+            return wanted if wanted and not check else None
 
-        if keys:
+        if staying:
             try:
                 change_node(self._api, node, change)
             except ApiError as exc:

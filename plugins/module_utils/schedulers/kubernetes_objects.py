@@ -55,6 +55,11 @@ Object = Mapping[str, Any]
 _GPU_RESOURCE = re.compile(r"nvidia\.com/(gpu(\.shared)?|pgpu|mig-[0-9]+g\.[0-9a-z.+]+)$")
 _DRA_DRIVERS = frozenset(("gpu.nvidia.com", "compute-domain.nvidia.com"))
 _GPU_DRA_DRIVER = "gpu.nvidia.com"
+_AGENTS = re.compile(
+    r"(?:^|/)(k8s-device-plugin|gpu-feature-discovery|dcgm(?:-exporter)?|k8s-mig-manager|k8s-dra-driver-gpu)[:@]"
+)
+"""NVIDIA's programs that watch over the GPUs of a node, whose images ask for all of them by themselves."""
+
 _NO_DEVICES = frozenset(("", "void", "none"))
 _DEVICE_PATHS = ("/dev/nvidia", "/dev/dri", "/proc/driver/nvidia", "/run/nvidia")
 _EVERY_DEVICE_PATHS = frozenset(("/", "/dev", "/dev/"))
@@ -191,6 +196,10 @@ def gpu_use(pod: Object, claims: frozenset[str] = frozenset()) -> str | None:
             if variable.get("name") == "NVIDIA_VISIBLE_DEVICES" and variable.get("value", "") not in _NO_DEVICES:
                 return f"sets NVIDIA_VISIBLE_DEVICES={variable['value']}"
         privileged = privileged or bool((container.get("securityContext") or {}).get("privileged"))
+    for container in containers_of(spec):
+        agent = _AGENTS.search(container.get("image", ""))
+        if agent:
+            return f"is {agent[1]}"
     if every_device and privileged:
         return f"{MAY_USE} {every_device} of the host"
     return None
@@ -343,11 +352,13 @@ _STAY = {
 @dataclass(frozen=True)
 class Rules:
     """What the user allows. ``unmanaged``: evict pods that nobody makes anew. ``local_data``: evict pods that keep
-    files in an emptyDir on disk. ``ignore``: patterns of owners (``namespace/Kind/name``) that use no GPU, whatever
-    they look like. ``expressions``: fact → JMESPath over a pod. ``domains``: kind → node label."""
+    files in an emptyDir on disk. ``taint``: take DaemonSets without a label of their own off by a taint. ``ignore``:
+    patterns of owners (``namespace/Kind/name``) that use no GPU, whatever they look like. ``expressions``: fact →
+    JMESPath over a pod. ``domains``: kind → node label."""
 
     unmanaged: bool = False
     local_data: bool = False
+    taint: bool = False
     ignore: Sequence[str] = ()
     expressions: Mapping[str, str] = field(default_factory=dict)
     domains: Mapping[str, str] = field(default_factory=dict)
@@ -645,6 +656,14 @@ def affinity_terms(spec: Object) -> Sequence[Object] | None:
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
     return required.get("nodeSelectorTerms") or () if required else None
+
+
+OFF = {"key": TAINT, "effect": "NoExecute"}
+"""Taint that takes every pod off a node that does not tolerate it, without asking any budget."""
+
+
+def bears(pod: Object, taint: Object) -> bool:
+    return tolerates(pod["spec"].get("tolerations") or (), taint)
 
 
 def gpus_listed(node: Object) -> dict[str, int]:

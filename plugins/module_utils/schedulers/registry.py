@@ -39,6 +39,7 @@ ARGUMENTS: dict[str, Any] = {
             "context": {"type": "str"},
             "evict_unmanaged": {"type": "bool", "default": False},
             "evict_local_data": {"type": "bool", "default": False},
+            "taint_daemonsets": {"type": "bool", "default": False},
             "ignore": {"type": "list", "elements": "str", "default": []},
             "key_expressions": {"type": "dict", "default": {}},
             "domain_labels": {"type": "dict", "default": {}},

@@ -306,6 +306,25 @@ def test_a_daemonset_that_shares_its_label_is_named_with_what_to_do(cluster: Clu
     assert evacuate(ignoring, [node], NOTHING)[node].as_dict()["empty"]
 
 
+def test_a_daemonset_without_a_label_of_its_own_is_taken_off_by_taint_and_comes_back(cluster: Cluster) -> None:
+    """As NVIDIA's device plugin is where no operator is. What the taint hits besides leaves within its budgets."""
+    first, second = cluster.nodes(2, labels={"agents": "on"})
+    plugin = {"name": "plugin", "image": "nvcr.io/nvidia/k8s-device-plugin:v0.17.0"}
+    cluster.apps("daemonsets", "plugin", gpus=0, container=plugin, nodeSelector={"agents": "on"})
+    cluster.apps("daemonsets", "log", gpus=0, nodeSelector={"agents": "on"})
+    cluster.apps("daemonsets", "cni", gpus=0, nodeSelector={"agents": "on"}, tolerations=[{"operator": "Exists"}])
+    (web,) = cluster.deployment("web", gpus=0, nodeSelector={"kubernetes.io/hostname": first})
+    before = cluster.pods_on(second)
+    backend = cluster.backend(taint_daemonsets=True, validation_image="")
+    backend.cordon([first], RUN)
+    result = evacuate(backend, [first], NOTHING)[first]
+    assert result.as_dict()["empty"] and End(f"{cluster.namespace}/{web}", "evicted") in result.ends
+    assert [name.partition("-")[0] for name in cluster.pods_on(first)] == ["cni"] and cluster.pods_on(second) == before
+    assert not backend.validate([first], RUN, {}, 20)[first].failed
+    until("all are back", lambda: len(cluster.pods_on(first)) == 3)
+    assert cluster.node(first)["spec"]["unschedulable"] and "web" not in str(cluster.pods_on(first))
+
+
 # ---- the server
 
 

@@ -100,6 +100,8 @@ def test_what_a_pod_holds(spec: Any, expected: Any) -> None:
         (pod(containers=[container(securityContext={"privileged": True})],
              volumes=[{"name": "v", "hostPath": {"path": "/"}}]), "is privileged and mounts / of the host"),
         (pod(containers=[container(securityContext={"privileged": True})]), None),
+        (pod(containers=[container(image="nvcr.io/nvidia/k8s-device-plugin:v0.17.0")]), "is k8s-device-plugin"),
+        (pod(containers=[container(image="team/my-k8s-device-plugin:1")]), None),
         (pod(containers=[container()], volumes=[{"name": "v", "hostPath": {"path": "/var/log"}}, {"name": "e"}]), None),
     ],
 )  # fmt: skip
