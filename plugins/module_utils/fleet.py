@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ VERSION = 1
 
 MOVE, WAIT, RESTART, PROTECT = "move", "wait", "restart", "protect"
 PERMISSIONS = frozenset((MOVE, WAIT, RESTART, PROTECT))
+
+_MIG = re.compile(r"mig-[1-9][0-9]?g\.")
 
 _SLOTS: Any = {"slots": True} if sys.version_info >= (3, 10) else {}
 """A fleet has many of these: keep them small where Python can."""
@@ -378,7 +381,7 @@ def _resources(value: Any) -> dict[str, int]:
     for name, amount in _object(value).items():
         if type(amount) is not int or amount < 0:
             raise _Wrong(f"expected a whole number of 0 or more, not {_shown(amount)}", f".{name}")
-        if name.startswith("mig-") and not name[4:].split("g", 1)[0].isdigit():
+        if name.startswith("mig-") and not _MIG.match(name):
             raise _Wrong("expected a MIG profile such as mig-1g.10gb", f".{name}")
     return value
 
