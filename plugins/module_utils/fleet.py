@@ -32,6 +32,9 @@ PERMISSIONS = frozenset((MOVE, WAIT, RESTART, PROTECT))
 
 _MIG = re.compile(r"mig-[1-9][0-9]?g\.")
 
+_TOO_MUCH = 1 << 60
+"""No fleet has so many bytes or seconds of anything, and sums of such numbers are not exact."""
+
 _SLOTS: Any = {"slots": True} if sys.version_info >= (3, 10) else {}
 """A fleet has many of these: keep them small where Python can."""
 
@@ -310,8 +313,8 @@ def _flag(value: Any) -> bool:
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise _Wrong(f"expected a whole number of 0 or more, not {_shown(value)}")
+    if type(value) is not int or not 0 <= value < _TOO_MUCH:
+        raise _Wrong(f"expected a whole number of 0 or more, below 2^60, not {_shown(value)}")
     return value
 
 
@@ -322,8 +325,8 @@ def _any_whole(value: Any) -> int:
 
 
 def _amount(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise _Wrong(f"expected a number of 0 or more, not {_shown(value)}")
+    if type(value) not in (int, float) or not 0 <= value < _TOO_MUCH:
+        raise _Wrong(f"expected a number of 0 or more, below 2^60, not {_shown(value)}")
     return value
 
 
@@ -379,8 +382,8 @@ def _named(convert: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
 
 def _resources(value: Any) -> dict[str, int]:
     for name, amount in _object(value).items():
-        if type(amount) is not int or amount < 0:
-            raise _Wrong(f"expected a whole number of 0 or more, not {_shown(amount)}", f".{name}")
+        if type(amount) is not int or not 0 <= amount < _TOO_MUCH:
+            raise _Wrong(f"expected a whole number of 0 or more, below 2^60, not {_shown(amount)}", f".{name}")
         if name.startswith("mig-") and not _MIG.match(name):
             raise _Wrong("expected a MIG profile such as mig-1g.10gb", f".{name}")
     return value

@@ -49,7 +49,7 @@ def test_good_snapshot_is_read() -> None:
         pytest.param(changed("version", 2), "version", "expected 1", id="version of the future"),
         pytest.param(changed("format", "x"), "format", "gpufleet.snapshot", id="other format"),
         pytest.param(changed("nods", []), "nods", "unknown field", id="unknown field at the top"),
-        pytest.param(changed("nodes.0.gpus", -1), "nodes[0].gpus", "0 or more, not -1", id="negative GPUs"),
+        pytest.param(changed("nodes.0.gpus", -1), "nodes[0].gpus", "0 or more, below 2^60, not -1", id="negative GPUs"),
         pytest.param(changed("nodes.0.gpus", True), "nodes[0].gpus", "not true", id="true is no number"),
         pytest.param(changed("nodes.0.name", ""), "nodes[0].name", "non-empty", id="empty name"),
         pytest.param(changed("nodes.0.colour", "red"), "nodes[0].colour", "unknown field", id="unknown node field"),
@@ -76,6 +76,21 @@ def test_good_snapshot_is_read() -> None:
         pytest.param(changed("workloads.0.budgets", ["x"]), "workloads[0].budgets[0]", "'x'", id="unknown budget"),
         pytest.param(
             changed("workloads.0.remaining", float("nan")), "workloads[0].remaining", "NaN", id="not a number"
+        ),
+        pytest.param(changed("workloads.0.remaining", float("inf")), "workloads[0].remaining", "Inf", id="infinite"),
+        pytest.param(changed("workloads.0.at_risk", 1e300), "workloads[0].at_risk", "below 2^60", id="huge seconds"),
+        pytest.param(
+            changed("nodes.0.free", {"memory": 10**30}), "nodes[0].free.memory", "below 2^60", id="huge amount"
+        ),
+        pytest.param(changed("nodes.0.gpus", 1.0), "nodes[0].gpus", "whole number", id="fractional GPUs"),
+        pytest.param(
+            changed("workloads.0.members.0.resources", {"mig-²g.20gb": 1}),
+            "workloads[0].members[0].resources.mig-²g.20gb",
+            "MIG",
+            id="odd digit",
+        ),
+        pytest.param(
+            changed("workloads.0.priority", 1.5), "workloads[0].priority", "whole number", id="half a priority"
         ),
         pytest.param(changed("durations", {"install": None}), "durations.install", "not null", id="null duration"),
         pytest.param(
