@@ -85,7 +85,7 @@ options:
         type: list
         elements: str
         default: []
-      key_expressions:
+      fact_expressions:
         description:
           - For O(scheduler=kubernetes). JMESPath expressions over a pod, by the compatibility fact they give, such as
             V(model), V(model_revision), V(engine) or V(engine_version). What vLLM, SGLang, Triton, TGI, NIM and

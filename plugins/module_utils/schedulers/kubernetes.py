@@ -206,7 +206,7 @@ def connect(options: Mapping[str, Any]) -> Kubernetes:
         local_data=options["evict_local_data"],
         taint=options["taint_daemonsets"],
         ignore=options["ignore"],
-        expressions=options["key_expressions"],
+        expressions=options["fact_expressions"],
         domains=options["domain_labels"],
     )
     pod = ValidationPod(

@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, Any] = {
             "evict_local_data": {"type": "bool", "default": False},
             "taint_daemonsets": {"type": "bool", "default": False},
             "ignore": {"type": "list", "elements": "str", "default": []},
-            "key_expressions": {"type": "dict", "default": {}},
+            "fact_expressions": {"type": "dict", "default": {}},
             "domain_labels": {"type": "dict", "default": {}},
             "pause_annotations": {"type": "dict", "default": dict(PAUSE_ANNOTATIONS)},
             "validation_image": {"type": "str", "default": VALIDATION_IMAGE},
