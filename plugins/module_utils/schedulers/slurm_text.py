@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 Resources = Mapping[str, int]
 """``gpu`` (whole GPUs) and ``mig-<profile>`` (instances); for jobs also ``cpu`` (millicores) and ``memory`` (bytes)."""
@@ -53,8 +54,7 @@ def flags(state: str | tuple[str, ...]) -> frozenset[str]:
     return frozenset(words - {""})
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A node as slurmctld knows it. ``gres`` is what is configured, ``used`` what jobs hold. Times in Unix seconds."""
 
     name: str
@@ -67,8 +67,8 @@ class Node:
     active: tuple[str, ...] = ()
     partitions: tuple[str, ...] = ()
     model: str | None = None
-    gres: Resources = field(default_factory=dict)
-    used: Resources = field(default_factory=dict)
+    gres: Resources = {}
+    used: Resources = {}
     cpus: int = 0
     cpus_used: int = 0
     memory: int = 0
