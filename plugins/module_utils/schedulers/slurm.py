@@ -92,9 +92,9 @@ class Slurm(Scheduler):
         wanted = State(True, True, mark.run_id)
         todo = [name for name, state in before.items() if state != wanted and (state.ours or not state.cordoned)]
         after = dict.fromkeys(todo, wanted)
-        said = ""
+        said = unset = ""
         if not check:
-            self._set_features(known, self._set.versions)
+            unset = self._set_features(known, self._set.versions)
             self._forget_proofs(before)
             if todo:
                 said = self._slurm.update_nodes(todo, "state=drain", f"reason={reason}").describe()
@@ -107,10 +107,10 @@ class Slurm(Scheduler):
             if name not in after:
                 left = f"{name} was out of service before ({_why_out(known[name])}); it will be left so"
                 return NodeResult(was, was, msg="" if was.ours else left)
-            failed = now != wanted
-            return NodeResult(
-                was, now, changed=now != was, failed=failed, msg=f"{name} is {now.describe()}: {said}" if failed else ""
-            )
+            if now != wanted:
+                return NodeResult(was, now, changed=now != was, failed=True, msg=f"{name} is {now.describe()}: {said}")
+            note = f"moved work is not bound to its driver, the features could not be set: {unset}" if unset else ""
+            return NodeResult(was, now, changed=now != was, msg=note)
 
         return {name: result(name) for name in dict.fromkeys(nodes)}
 
@@ -155,11 +155,19 @@ class Slurm(Scheduler):
             self._slurm.sleep(_POLL / 2)
         return [], {}
 
-    def _resume(self, names: Sequence[str], end: float) -> dict[str, str]:
+    def _resume(self, wanted: Sequence[str], end: float) -> dict[str, str]:
         """Lift our drain and wait until the nodes answer; what is wrong with those that do not. A node is silent for
         a second after that even if all is well."""
-        if not names:
-            return {}
+        seen = self._slurm.nodes(wanted) if wanted else {}
+        names = [name for name in wanted if _our_run(seen[name])]
+        taken = {
+            name: f"was drained by somebody else meanwhile ({_why_out(seen[name])}); it is left so"
+            for name in wanted
+            if name not in names
+        }
+        return {**taken, **self._wake(names, end)} if names else taken
+
+    def _wake(self, names: Sequence[str], end: float) -> dict[str, str]:
         said = self._slurm.update_nodes(names, "state=resume")
         pause = _POLL / 8
         while True:
@@ -178,9 +186,9 @@ class Slurm(Scheduler):
 
     # ---- features
 
-    def _set_features(self, known: Mapping[str, Node], versions: Mapping[str, str]) -> list[str]:
+    def _set_features(self, known: Mapping[str, Node], versions: Mapping[str, str]) -> str:
         """Bring the nodes' features in step with ``versions``: they are lost whenever slurmctld reads its configuration
-        again. Returns what could not be set."""
+        again. Returns what could not be set and why, or an empty text."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for name, version in versions.items():
             node = known.get(name)
@@ -192,16 +200,10 @@ class Slurm(Scheduler):
         wrong = []
         for wanted, names in groups.items():
             text = ",".join(wanted)
-            said = self._slurm.change(
-                "scontrol",
-                "update",
-                f"nodename={','.join(names)}",
-                f"availablefeatures={text}",
-                f"activefeatures={text}",
-            )
+            said = self._slurm.update_nodes(names, f"availablefeatures={text}", f"activefeatures={text}")
             if not said.ok:
                 wrong.append(said.describe())
-        return wrong
+        return "; ".join(wrong)
 
     # ---- emptying
 
@@ -234,7 +236,7 @@ class Slurm(Scheduler):
             wrong.update(
                 (name, f"has {gpus[name]} GPUs, and Slurm is configured for {_count(known[name])}; mend gres.conf")
                 for name in fit
-                if gpus.get(name) and _count(known[name]) != gpus[name]
+                if gpus.get(name) and _count(known[name]) != gpus[name] and not _partitioned(known[name])
             )
             wrong.update(self._prove([name for name in fit if name not in wrong], known, mark, end))
         results = {}
@@ -298,11 +300,15 @@ class Slurm(Scheduler):
         """Drain again, and only then end the reservations: a node whose drain did not come true stays reserved."""
         if not names:
             return {}
-        said = self._slurm.update_nodes(names, "state=drain", f"reason={_reason(mark)}")
+        before = self._slurm.nodes(names)
+        # one that somebody else drains while it is proven keeps that person's reason
+        open_ = [name for name in names if not before[name].drain]
+        said = self._slurm.update_nodes(open_, "state=drain", f"reason={_reason(mark)}") if open_ else None
         seen = self._slurm.nodes(names)
         closed = [name for name in names if seen[name].drain]
         self._forget_proofs(closed)
-        return {name: f"could not be drained again: {said.describe()}" for name in names if name not in closed}
+        why = said.describe() if said else "nothing was to be done"
+        return {name: f"could not be drained again: {why}" for name in names if name not in closed}
 
     def _run_on(self, node: Node, end: float) -> _Proof:
         left = end - self._clock()
@@ -326,7 +332,7 @@ class Slurm(Scheduler):
         if self._set.command:
             return _Proof()
         lines = said.stdout.split()
-        if len(lines) != _count(node) or len(set(lines)) > 1:
+        if len(set(lines)) != min(1, _count(node)) or (len(lines) != _count(node) and not _partitioned(node)):
             return _Proof(
                 wrong=f"showed a job the driver versions {lines}, expected one version {_count(node)} times; "
                 f"see on it: nvidia-smi"
@@ -417,6 +423,11 @@ def _unfit(node: Node) -> str:
 
 def _count(node: Node) -> int:
     return sum(node.gres.values())
+
+
+def _partitioned(node: Node) -> bool:
+    """Slurm then counts MIG instances, and the machine GPUs."""
+    return any(name.startswith("mig-") for name in node.gres)
 
 
 def _reservation(name: str) -> str:

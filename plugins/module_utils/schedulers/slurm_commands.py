@@ -86,8 +86,8 @@ class Commands:
         return said
 
     def update_nodes(self, names: Sequence[str], *words: str) -> Completed:
-        """``scontrol update`` of nodes that exist, in portions that fit on a command line; the first that failed, or
-        the last."""
+        """``scontrol update`` of nodes (at least one) that exist, in portions that fit on a command line; the first
+        that failed, or the last."""
         answers = [
             self.change("scontrol", "update", f"nodename={','.join(names[start : start + _MOST_NAMES])}", *words)
             for start in range(0, len(names), _MOST_NAMES)

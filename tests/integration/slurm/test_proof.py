@@ -89,6 +89,14 @@ def test_a_proof_cut_short_is_cleared_by_the_next_run(slurm: Cluster) -> None:
     assert slurm.node("gpu-1").drain and not slurm.commands.reservations()
 
 
+def test_a_drain_during_the_proof_keeps_its_reason(slurm: Cluster) -> None:
+    slurm.backend().cordon(["gpu-1"], R1)
+    drain = ["scontrol", "update", "nodename=gpu-1", "state=drain", "reason=fan broken"]
+    assert not slurm.backend(command=drain).validate(["gpu-1"], R1, {}, 30)["gpu-1"].failed
+    assert slurm.node("gpu-1").reason == "fan broken" and not slurm.commands.reservations()
+    assert not slurm.backend().uncordon(["gpu-1"], R1)["gpu-1"].changed
+
+
 def test_a_foreign_drain_is_not_lifted_even_for_a_proof(slurm: Cluster) -> None:
     slurm.drain("gpu-1", reason="fan broken")
     result = slurm.backend().validate(["gpu-1"], R1, {}, 20)["gpu-1"]
