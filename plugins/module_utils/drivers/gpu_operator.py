@@ -47,6 +47,9 @@ POLL_SECONDS = 1.0
 RENDER_SECONDS = 120.0
 """How long the operator may take to write a version into its DaemonSets."""
 
+RESTART, DONE = "restart", "done"
+"""How far a node is, in its note: its driver pod was made anew, or it was proven since."""
+
 PULL_LABEL = "gpufleet.driver/pull"
 _CHANGED_MEANWHILE = (409, 422)
 _LISTS = {
@@ -428,7 +431,7 @@ class GpuOperator:
         its.after = pod.version if pod else ""
         its.loaded = self._said.get(name) or node.loaded
         try:
-            if turn.version == node.note.get("to") and not node.cordoned:
+            if node.note.get("step") == RESTART and not node.cordoned:
                 # k8s-driver-manager uncordons without a look at who had cordoned, where autoUpgrade is off
                 change_node(self._api, name, lambda found: {"/spec/unschedulable": True})
             if pod is None or pod.deleting:
@@ -471,7 +474,7 @@ class GpuOperator:
         if found:
             its.fail(f"{node.name} is not empty, so its driver was not touched: {', '.join(found)}")
             return
-        self._note(node.name, step="restart", to=version, gone=pod.uid)
+        self._note(node.name, step=RESTART, to=version, gone=pod.uid)
         path = object_path("v1", "pods", pod.name, pod.namespace)
         answer = self._api.request("DELETE", path, {"preconditions": {"uid": pod.uid}})
         if not answer.ok and answer.status not in (404, 409):
@@ -483,7 +486,7 @@ class GpuOperator:
 
         def change(found: Mapping[str, Any]) -> dict[str, Any] | None:
             labels, annotations = _settled(found)
-            note = {**objects.note_of(annotations), "step": "done"}
+            note = {**objects.note_of(annotations), "step": DONE}
             annotations[objects.NOTE] = json.dumps(note)
             if annotations == found["metadata"].get("annotations") and labels == found["metadata"].get("labels"):
                 return None
@@ -512,7 +515,7 @@ class GpuOperator:
     def _write_majority(self, operator: Operator, turn: Turn) -> None:
         """What goes back has its pods: one made anew elsewhere is to get the version the upgraded nodes have."""
         others = [node for node in operator.members(turn.owner) if node.name not in turn.progress]
-        upgraded = [n.note["to"] for n in others if n.note.get("step") == "done" and n.note["to"] != n.note.get("from")]
+        upgraded = [n.note["to"] for n in others if n.note.get("step") == DONE and n.note["to"] != n.note.get("from")]
         if upgraded:
             self._write_version(turn.owner, Counter(map(str, upgraded)).most_common(1)[0][0])
 
@@ -523,7 +526,10 @@ class GpuOperator:
         for owner in operator.owners.values():
             members = operator.members(owner)
             if owner.note or any(node.note for node in members):
-                said += self._settle_owner(owner, members, check)
+                try:
+                    said += self._settle_owner(owner, members, check)
+                except Failure as exc:
+                    said.append(f"{owner.title} could not be settled with: {exc}")
         return said
 
     def _remove_pulls(self, namespace: str, check: bool) -> list[str]:
@@ -546,13 +552,14 @@ class GpuOperator:
             fresh = self.look().nodes
             members = [fresh[node.name] for node in members if node.name in fresh]
         noted = [node for node in members if node.note]
-        good = [node for node in noted if node.pod is not None and node.pod.version == version]
+        good = [node for node in noted if node.pod is not None and node.pod.version == version and node.in_sync]
         left = [node for node in noted if node not in good]
         if left:
             names = " ".join(node.name for node in left)
             said.append(
-                f"held from the operator by the label {objects.SKIP}, as {owner.title} has {version} and they do not: "
-                f"{names}; upgrade them, or leave them to the operator: kubectl label node {names} {objects.SKIP}-"
+                f"held from the operator by the label {objects.SKIP}, as their driver pods are not what {owner.title} "
+                f"says now ({version}): {names}; upgrade them, or leave them to the operator: "
+                f"kubectl label node {names} {objects.SKIP}-"
             )
         if good:
             said.append(f"the operator's again: {' '.join(node.name for node in good)}")
@@ -569,7 +576,7 @@ class GpuOperator:
             note = objects.note_of(annotations)
             annotations.pop(objects.NOTE, None)
             labels.pop(objects.SKIP, None)
-            opened = {"/spec/unschedulable": False} if note.get("closed") and note.get("step") == "done" else {}
+            opened = {"/spec/unschedulable": False} if note.get("closed") and note.get("step") == DONE else {}
             return {"/metadata/labels": labels, "/metadata/annotations": annotations, **opened}
 
         change_node(self._api, node.name, change)
