@@ -8,6 +8,8 @@ through the upgrade states as the operator does, its weaknesses included. Daemon
 real control plane's. Not real: no container runs; which driver a node has loaded is kept in its annotation
 ``lab.gpufleet/loaded``, and driver pods report what a driver container would meet there.
 
+Run it with a kubeconfig, and a driver version to have everything installed first, with a ClusterPolicy of that version.
+
 Settings are JSON under ``settings`` in the ConfigMap ``lab`` of its namespace, read in every pass; see DEFAULTS.
 """
 
@@ -790,4 +792,9 @@ def configure(api: Api, **settings: Any) -> None:
 
 
 if __name__ == "__main__":
-    Operator(Api.of(Path(sys.argv[1]))).run()
+    kubeconfig, *versions = sys.argv[1:]
+    server = Api.of(Path(kubeconfig))
+    for version in versions:
+        install(server)
+        apply(server, "/apis/nvidia.com/v1/clusterpolicies", cluster_policy(version))
+    Operator(server).run()
