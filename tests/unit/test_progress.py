@@ -3,6 +3,10 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.driver.plugins.callback.progress import BAD, GOOD, Line, Progress
@@ -108,3 +112,43 @@ def test_waits_say_what_for() -> None:
         "  0:00     g1 waits: Evacuate",
         "  0:00   let the canary work, in seconds: 60 …",
     ]
+
+
+PLAYBOOK = """
+- name: Try
+  hosts: localhost
+  gather_facts: false
+  tasks:
+    - name: Say
+      ansible.builtin.debug:
+        msg: [one, two]
+    - name: Loop
+      ansible.builtin.fail:
+        msg: "no {{ item }}"
+      loop: [space, headers]
+      ignore_errors: true
+    - name: Break
+      ansible.builtin.fail:
+        msg: it is broken
+"""
+
+
+def test_ansible_takes_it_as_its_callback(tmp_path: Path) -> None:
+    top = Path(__file__).resolve().parents[2]
+    (tmp_path / "try.yml").write_text(PLAYBOOK)
+    environment = {
+        **os.environ,
+        "ANSIBLE_STDOUT_CALLBACK": "gpufleet.driver.progress",
+        "ANSIBLE_COLLECTIONS_PATH": str(top / ".build"),
+        "ANSIBLE_HOME": str(tmp_path / "home"),
+        "ANSIBLE_NOCOLOR": "1",
+    }
+    program = Path(sys.executable).with_name("ansible-playbook")
+    done = subprocess.run(
+        [str(program), "-i", "localhost,", "-c", "local", str(tmp_path / "try.yml")],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    told = [line.strip() for line in done.stdout.splitlines() if line]
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert told[:3] == ["0:00 Try", "one", "two"], told
+    assert told[3].endswith("localhost failed: Break: it is broken") and "ended after" in told[4]
