@@ -26,7 +26,7 @@ class ActionModule(ActionBase):
             result.update(self.act(variables))
         except AnsibleConnectionFailure as exc:
             node = self._task.delegate_to or variables.get("inventory_hostname", "the node")
-            result.update(failed=True, lost=True, msg=f"{node} does not answer ({self._task.action}): {exc}")
+            result.update(failed=True, lost=True, msg=f"{node} does not answer ({self._task.action}): {_cause(exc)}")
         else:
             self._remove_tmp_path(self._connection._shell.tmpdir)
         return result
@@ -38,3 +38,9 @@ class ActionModule(ActionBase):
         """
         result: dict[str, Any] = self._execute_module(task_vars=variables, wrap_async=self._task.async_val)
         return result
+
+
+def _cause(error: AnsibleConnectionFailure) -> str:
+    """What ssh said, without Ansible's advice around it; that ends with nothing if a connection broke in mid-flight."""
+    before, advice, said = str(error).partition("reached over ssh:")
+    return (said.strip() or "the connection broke") if advice else before.strip()
