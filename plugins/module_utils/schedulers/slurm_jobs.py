@@ -184,17 +184,21 @@ def next_step(
     late = now >= deadline
     if job.state == "COMPLETING":
         return Step("wait", "is ending")
-    if fate == "move" and fleet.MOVE in may and not late and job.state != "SUSPENDED":
-        said = declared(job.comment)
+    moves = fate == "move" and fleet.MOVE in may
+    restarts = fleet.RESTART in may and (late or fate in ("cold_start", "move"))
+    said = declared(job.comment)
+    # one that can save itself does so whatever becomes of it; a suspended one does not hear its signal
+    if (moves or restarts) and job.batch and said.signal and said.saved and job.state != "SUSPENDED":
         noted = token(job.admin_comment)
         if noted is None or noted.run != run or noted.step != "asked":
             return Step("signal", f"is asked by {said.signal} to save itself to {said.saved}")
         if saved:
-            return Step("hold", f"has saved itself to {said.saved}")
+            return Step("hold" if moves else "requeue", f"has saved itself to {said.saved}")
         if now < noted.at + policy.save_timeout:
             return Step("wait", f"saves itself to {said.saved}")
-        return Step("wait", f"has not saved itself to {said.saved} within {policy.save_timeout:.0f} s and runs on")
-    if fleet.RESTART in may and (late or fate in ("cold_start", "move")):
+        if moves and not late:
+            return Step("wait", f"has not saved itself to {said.saved} within {policy.save_timeout:.0f} s and runs on")
+    if restarts:
         why = "its time is over" if late else "the plan starts it anew"
         if job.batch and (job.requeue or policy.no_requeue == "requeue"):
             return Step("requeue", why)
