@@ -43,7 +43,8 @@ GROUPED_LATER = "Look at every node"
 """The play whose failures are told later, for all nodes together."""
 QUIET = ("set_fact", "assert", "meta", "validate_argument_spec", "include_tasks", "include_role", "debug")
 """Actions that do nothing worth a line."""
-GOOD, BAD = "good", "bad"
+GOOD = "good"
+BAD = "bad"
 _QUICK = 1.0
 
 Line = tuple[str, str]
