@@ -24,9 +24,10 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base
     Reason,
 )
 
-MOVED, SAVED, STAYED, COLD, UNKNOWN = "moved", "saved", "stayed", "cold_start", "unknown"
+MOVED, SAVED, STAYED, COLD = "moved", "saved", "stayed", "cold_start"
+ABSENT, UNKNOWN = "absent", "unknown"
 """How a workload is afterwards: it runs on another node; has saved itself and runs on here; runs on here unsaved; was
-ended and started again from its own state; may run on a node that does not answer."""
+ended and started again from its own state. It was not running here; it may run on a node that does not answer."""
 
 Call = Callable[[str, str, Mapping[str, Any]], Mapping[str, Any]]
 """Node, module and its options → the module's result, also if it failed. Raises :class:`NodeLost`."""
@@ -172,7 +173,10 @@ class Move:
             if not told["ok"]:
                 if told.get("reason"):
                     job.outcome.reasons.append(told["reason"])
-                self._say(str(told["msg"]))
+                if told["source"] == SOURCE_GONE:
+                    job.outcome.how = ABSENT
+                else:
+                    self._say(str(told["msg"]))
                 job.over = True
                 continue
             job.artefact, job.source, job.target = told["artefact"], told["source"], told.get("target")

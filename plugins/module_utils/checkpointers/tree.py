@@ -24,7 +24,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host import proces
 NVIDIA = re.compile(
     r"/nvidia(?:\d+|ctl|-uvm|-uvm-tools|-modeset|-caps(?:-imex-channels)?/.*|-nvswitch.*)(?: \(deleted\))?$"
 )
-_LIBCUDA = re.compile(r"/libcuda\.so\.(\d{2,4}\.\d{1,3}(?:\.\d{1,3})?)(?: \(deleted\))?$")
+_LIBCUDA = re.compile(r"/libcuda\.so(?:\.(\d{2,4}\.\d{1,3}(?:\.\d{1,3})?))?[^/]*$")
 _NCCL = re.compile(r"/libnccl[^/]*\.so")
 _NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup")
 _APPEND, _ACCESS, _WRITE_ONLY = 0o2000, 0o3, 0o1
@@ -63,11 +63,12 @@ class Process:
 
 
 def pids_of(cgroup: str, sys: str = "/sys") -> list[int]:
-    """Processes of a control group (version 2) and of those below it."""
+    """Processes of a service's control group and of those below it, in version 2 or in systemd's own hierarchy."""
     found: list[int] = []
     if not cgroup.strip("/"):
         return found
-    for folder, dummy, names in os.walk(f"{sys}/fs/cgroup/{cgroup.strip('/')}"):
+    places = [Path(sys, "fs/cgroup", hierarchy, cgroup.strip("/")) for hierarchy in ("", "unified", "systemd")]
+    for folder, dummy, names in os.walk(next((place for place in places if place.is_dir()), places[0])):
         if "cgroup.procs" in names:
             found += [int(word) for word in Path(folder, "cgroup.procs").read_text().split()]
     return sorted(found)
@@ -120,7 +121,7 @@ def _mapped(data: bytes) -> tuple[str | None, bool, tuple[tuple[str, int], ...]]
     cuda, nccl, libraries = None, False, {}
     for row in processes.parse_maps(data):
         found = _LIBCUDA.search(row.path)
-        cuda = found[1] if found else cuda
+        cuda = found[1] or "of unknown version" if found else cuda
         nccl = nccl or bool(_NCCL.search(row.path))
         if row.path not in libraries and not row.path.startswith(("/dev/", "/memfd:", "/SYSV")):
             try:

@@ -14,6 +14,7 @@ import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import moving
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.moving import (
+    ABSENT,
     COLD,
     MOVED,
     SAVED,
@@ -108,7 +109,7 @@ class World:
             for one in results:
                 if one["ok"]:
                     self.ungang(node, state, str(one["workload"]))
-                    one.update(ok=False, reason=None, msg="its gang failed")
+                    one.update(ok=False, source="running", reason=None, msg="its gang failed")
         return {"workloads": results}
 
     def ungang(self, node: Node, state: str, work: str) -> None:
@@ -150,7 +151,7 @@ class World:
                 }
             if work not in node.running | node.frozen:
                 detail = {"reason": "lost_source", "step": "membership", "source": "gone"}
-                return {**told, "ok": False, "reason": detail, "msg": "not running"}
+                return {**told, "ok": False, "source": "gone", "reason": detail, "msg": "not running"}
             node.running.discard(work)
             node.frozen.add(work)
             node.store.add(save)
@@ -316,7 +317,7 @@ def test_a_source_that_dies_before_it_was_saved() -> None:
     world = three()
     world.nodes["home"].running.discard("one")
     world.nodes["home"].store.add("save-one")  # for the promise; there is nothing left to keep
-    assert how(move(world).away(BOTH, ["a"])) == [(STAYED, None), (MOVED, "a")]
+    assert how(move(world).away(BOTH, ["a"])) == [(ABSENT, None), (MOVED, "a")]
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["before-it-was-done", "after-it-was-done"])
@@ -386,7 +387,7 @@ def test_a_gang_moves_together_or_not_at_all() -> None:
     world = three()
     world.nodes["home"].running.discard("two")
     world.nodes["home"].store.add("save-two")
-    assert how(move(world, gang=True).away(BOTH, ["a"])) == [(STAYED, None)] * 2
+    assert how(move(world, gang=True).away(BOTH, ["a"])) == [(STAYED, None), (ABSENT, None)]
     assert world.nodes["home"].running == {"one"}
 
 
