@@ -119,6 +119,7 @@ class Common:
         if not text:
             raise OSError(f"the source of {suspend.__name__} cannot be read")
         if not self._script.exists() or self._script.read_text() != text:
+            self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
             atomic_write(self._script, text.encode())
 
     @contextlib.contextmanager
@@ -126,7 +127,7 @@ class Common:
         path = self.record_path(work.name, side)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._place_script()
+            self._place_script()  # the timer needs it too
             with suspend.held(path):
                 yield path, suspend.read_record(path)
         except TimeoutError as exc:
@@ -171,6 +172,7 @@ class Common:
         answers: dict[int, dict[str, Any]] = {pid: {"pid": pid, "code": None, "state": suspend.UNKNOWN} for pid in pids}
         if not pids:
             return answers
+        self._place_script()
         options = json.dumps({"timeout": self._limits.lock, "pairs": dict(pairs or {})})
         done = self._run([sys.executable, str(self._script), action, options, *map(str, pids)], timeout=seconds)
         for line in done.stdout.splitlines():
@@ -193,9 +195,6 @@ class Common:
         checked = self._run([self._criu, "check"], timeout=60)
         if not checked.ok:
             lacks(checked.describe(), "criu check that succeeds", f"{self._criu} check --all")
-        with contextlib.suppress(OSError):
-            self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._place_script()
         said = self._driver("look", [os.getpid()], self._limits.look)[os.getpid()]
         if said["code"] == suspend.NO_CALL:
             lacks(str(said.get("error")), "a driver with checkpoint calls (570 or later)", "nvidia-smi")

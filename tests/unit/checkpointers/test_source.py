@@ -1,0 +1,371 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Where work is saved: each failure leaves it running or says that it is lost, and a save that time has passed over is
+never used. The process and its suspension are real (over the stand-in libcuda); CRIU and systemd are stood in for here,
+and real in the metal lab."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_work import Gpus, goes_on
+
+from ansible_collections.gpufleet.driver.plugins.module_utils import execution
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, suspend
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import CheckpointError, Work
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import Hold
+
+CRIU = """#!{python}
+import os, signal, sys, time
+words = sys.argv[1:]
+how = open({how!r}).read().split() if os.path.exists({how!r}) else []
+if words[0] == "--version":
+    print("Version: 4.2")
+elif words[0] == "dump":
+    pid, images = int(words[words.index("--tree") + 1]), words[words.index("--images-dir") + 1]
+    said = "(00.1) Error (criu/files-ext.c:94): Can't dump file 9\\n" if "fail" in how else ""
+    open(images + "/dump.log", "w").write(said)
+    if "hang" in how:
+        time.sleep(600)
+    if "fail" in how:
+        sys.exit(1)
+    if "no-core" not in how:
+        open(images + f"/core-{{pid}}.img", "w").write("core")
+    open(images + "/pages-1.img", "wb").write(os.urandom(5000))
+    if "not-stopped" not in how:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.2)
+"""
+
+
+class Crash(BaseException):
+    """The module ends here, as by SIGKILL."""
+
+
+class Unit:
+    """What stands for the systemd unit of one process."""
+
+    unit = "work.service"
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process = process
+        self.guard_path = folder / "guard.conf"
+        self.armed: list[str] | None = None
+        self.seconds = 0.0
+        self.moved = Hold(folder / "units", "moved")
+        self.properties: dict[str, str] = {}
+        self.arm_fails = False
+
+    def show(self) -> dict[str, str]:
+        alive = self.process.poll() is None
+        plain = {
+            "ActiveState": "active" if alive else "inactive",
+            "MainPID": str(self.process.pid),
+            "ControlGroup": "/work",
+        }
+        return {**plain, **self.properties}
+
+    def fragment(self) -> str:
+        return "[Service]\n"
+
+    def guard(self) -> None:
+        self.guard_path.write_text("guard")
+
+    def unguard(self) -> None:
+        self.guard_path.unlink(missing_ok=True)
+
+    def arm(self, argv: Sequence[str], seconds: float) -> None:
+        if self.arm_fails:
+            raise OSError("no timer")
+        self.armed, self.seconds = list(argv), seconds
+
+    def disarm(self) -> None:
+        self.armed = None
+
+    def end(self, alive: Callable[[], Sequence[int]], timeout: float) -> None:
+        self.process.kill()
+        self.process.wait(timeout)
+
+    def reset(self) -> None: ...
+
+
+class Place:
+    """One workload on one node."""
+
+    def __init__(self, gpus: Gpus, tmp_path: Path) -> None:
+        self.gpus = gpus
+        self.process = gpus.start()
+        self.pid = self.process.pid
+        group = tmp_path / "sys/fs/cgroup/work"
+        group.mkdir(parents=True)
+        (group / "cgroup.procs").write_text(f"{self.pid}\n")
+        (tmp_path / "sys/fs/cgroup/cgroup.controllers").touch()
+        self.how = tmp_path / "how"
+        self.criu = tmp_path / "criu"
+        self.criu.write_text(CRIU.format(python=sys.executable, how=str(self.how)))
+        self.criu.chmod(0o755)
+        self.unit = Unit(self.process, tmp_path)
+        self.state = tmp_path / "state"
+        self.store = tmp_path / "store"
+        self.commands = 0
+        self.crash_at = 0
+        self.carried = tmp_path / "carried"
+        self.carried.mkdir()
+        (self.carried / "steps.log").write_text("1\n2\n")
+        self.work = Work("work", "work.service", {"paths": [str(self.carried)]})
+        self.limits = Limits(look=5, lock=1, freeze=900, slowest=1000)
+
+    def run(self, argv: Sequence[str], **options: Any) -> execution.Completed:
+        self.commands += 1
+        if self.commands == self.crash_at:
+            raise Crash
+        environment = {key: self.gpus.environment[key] for key in ("NVIDIA_STANDIN_ROOT", "LD_LIBRARY_PATH")}
+        return execution.run(argv, **{**options, "timeout": min(options["timeout"], 8)}, env=environment)
+
+    def backend(self) -> CudaCriu:
+        report = nvml.Report(
+            "ok", "", None, None, None, None, [{"uuid": "GPU-0", "minor": 0, "name": "A", "memory": None}]
+        )
+        return CudaCriu(
+            self.run,
+            str(self.state),
+            str(self.store),
+            node="node1",
+            criu=str(self.criu),
+            limits=self.limits,
+            observe=lambda: report,
+            usage=lambda: {self.pid: nvml.Usage((0,), 1 << 20)},
+            service=lambda dummy: self.unit,  # type: ignore[arg-type,return-value]
+            sys_root=str(self.state.parent / "sys"),
+        )
+
+    def record(self) -> dict[str, Any]:
+        return suspend.read_record(self.backend().record_path("work"))
+
+    @property
+    def left_behind(self) -> list[str]:
+        stores = sorted(path.name for path in self.store.iterdir()) if self.store.exists() else []
+        return [*stores, *(["guard"] if self.unit.guard_path.exists() else []), *(["timer"] if self.unit.armed else [])]
+
+
+@pytest.fixture
+def place(gpus: Gpus, tmp_path: Path) -> Place:
+    return Place(gpus, tmp_path)
+
+
+def test_a_capture_stands_still_and_is_whole(place: Place) -> None:
+    captured = place.backend().capture(place.work)
+    assert captured.source == "frozen"
+    assert suspend.stands_still(place.pid)
+    assert place.gpus.devices(place.pid) == []
+    assert artefact.verify(place.store, captured.artefact) == []
+    manifest = artefact.read(place.store, captured.artefact)
+    (member,) = manifest["members"]
+    assert (member["pid"], member["cuda"], member["gpus"], member["gpu_bytes"]) == (place.pid, True, ["GPU-0"], 1 << 20)
+    assert manifest["key"]["backend"] == "cuda_criu/1"
+    assert {file["path"] for file in manifest["files"]} >= {"files/carried.tar", "images/pages-1.img"}
+    assert place.unit.armed is not None
+    assert place.unit.armed[-2:] == ["thaw", str(place.backend().record_path("work"))]
+    assert place.unit.seconds == 900
+
+
+def test_a_second_capture_finds_the_first(place: Place) -> None:
+    first = place.backend().capture(place.work)
+    second = place.backend().capture(place.work)
+    assert (second.artefact, second.changed) == (first.artefact, False)
+
+
+TROUBLE: dict[str, tuple[str, str, str, str]] = {
+    # what is wrong: knob of the driver, mode of CRIU, reason, how the work is then
+    "lock-runs-into-its-limit": ("cuda_busy=1", "", "lock_timeout", "running"),
+    "lock-hangs": ("cuda_hang.cuCheckpointProcessLock=1", "", "lock_timeout", "running"),
+    "lock-lies": ("cuda_lie.cuCheckpointProcessLock=1", "", "checkpoint_failed", "running"),
+    "lock-fails": ("cuda_error.cuCheckpointProcessLock=304", "", "checkpoint_failed", "running"),
+    "checkpoint-not-supported": (
+        "cuda_error.cuCheckpointProcessCheckpoint=801",
+        "",
+        "unsupported_feature:checkpoint",
+        "running",
+    ),
+    "checkpoint-hangs": ("cuda_hang.cuCheckpointProcessCheckpoint=1", "", "checkpoint_failed", "running"),
+    "checkpoint-lies": ("cuda_lie.cuCheckpointProcessCheckpoint=1", "", "checkpoint_failed", "running"),
+    "checkpoint-breaks-the-process": ("cuda_fatal.cuCheckpointProcessCheckpoint=304", "", "checkpoint_failed", "lost"),
+    "dump-fails": ("", "fail", "dump_failed", "running"),
+    "dump-hangs": ("", "hang", "dump_failed", "running"),
+    "dump-says-success-without-an-image": ("", "no-core", "dump_failed", "running"),
+    "dump-says-success-and-lets-it-run": ("", "not-stopped", "dump_failed", "running"),
+}
+
+
+@pytest.mark.parametrize(("knob", "criu", "reason", "source"), TROUBLE.values(), ids=TROUBLE)
+def test_a_capture_that_fails_changes_nothing(place: Place, knob: str, criu: str, reason: str, source: str) -> None:
+    place.gpus.knobs(knob)
+    place.how.write_text(criu)
+    with pytest.raises(CheckpointError) as caught:
+        place.backend().capture(place.work)
+    assert (caught.value.reason.reason, caught.value.reason.source) == (reason, source)
+    assert caught.value.reason.next
+    assert place.left_behind == []
+    if source == "running":
+        assert goes_on(place.process)
+        place.gpus.knobs()
+        place.how.write_text("")
+        assert place.backend().capture(place.work).source == "frozen"
+
+
+def test_why_a_dump_failed_is_told_from_its_log(place: Place) -> None:
+    place.how.write_text("fail")
+    with pytest.raises(CheckpointError, match="Can't dump file 9"):
+        place.backend().capture(place.work)
+
+
+def test_a_full_disk_lets_the_work_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(dummy: Path) -> None:
+        raise OSError(28, "No space left on device", str(dummy))
+
+    monkeypatch.setattr(artefact, "_sync", full)
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        place.backend().capture(place.work)
+    assert (caught.value.reason.reason, caught.value.reason.source) == ("publish_failed", "running")
+    assert place.left_behind == []
+    assert goes_on(place.process)
+
+
+def test_too_little_room_is_found_before_anything_is_stopped(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artefact, "free_bytes", lambda path: 1000)
+    with pytest.raises(CheckpointError) as caught:
+        place.backend().capture(place.work)
+    assert caught.value.reason.reason == "insufficient_space"
+    assert place.record() == {}
+
+
+def test_without_a_dead_man_timer_nothing_is_frozen(place: Place) -> None:
+    place.unit.arm_fails = True
+    with pytest.raises(CheckpointError, match="no timer"):
+        place.backend().capture(place.work)
+    assert place.left_behind == []
+    assert goes_on(place.process)
+
+
+FEATURES = {
+    "watchdog": ({"WatchdogUSec": "30s"}, "unsupported_feature:watchdogusec"),
+    "root-image": ({"RootImage": "/x.raw"}, "unsupported_feature:rootimage"),
+    "not-running": ({"ActiveState": "inactive"}, "lost_source"),
+}
+
+
+@pytest.mark.parametrize(("properties", "reason"), FEATURES.values(), ids=FEATURES)
+def test_what_cannot_be_saved_is_refused_by_name(place: Place, properties: dict[str, str], reason: str) -> None:
+    place.unit.properties = properties
+    (found,) = place.backend().check(place.work)
+    assert found.reason == reason
+
+
+def test_the_process_may_crash_at_any_command(place: Place) -> None:
+    """The module is killed at each command it gives in turn, and started again: in the end the work stands still with a
+    whole save, whatever was left in between."""
+    crashes = 0
+    while True:
+        crashes += 1
+        place.commands, place.crash_at = 0, crashes
+        backend = place.backend()
+        try:
+            # SIGKILL runs no handler
+            backend._undo = lambda path, record: "nobody knows"  # type: ignore[method-assign]
+            backend.capture(place.work)
+            break
+        except Crash:
+            pass
+        place.crash_at = 0
+        captured = place.backend().capture(place.work)
+        assert suspend.stands_still(place.pid)
+        assert artefact.verify(place.store, captured.artefact) == []
+        assert place.backend().abort(place.work) == "running"
+        assert goes_on(place.process)
+        assert place.left_behind == []
+    assert crashes > 5
+
+
+def thaw(place: Place) -> None:
+    """What the timer does."""
+    assert place.unit.armed
+    subprocess.run(place.unit.armed, env=place.gpus.environment, check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_work_that_was_let_go_on_is_not_ended(place: Place) -> None:
+    place.backend().capture(place.work)
+    thaw(place)
+    with pytest.raises(CheckpointError, match="let go on meanwhile") as caught:
+        place.backend().commit(place.work, "node2")
+    assert caught.value.reason.source == "running"
+    assert goes_on(place.process)
+
+
+def test_work_that_somebody_woke_is_not_ended(place: Place) -> None:
+    place.backend().capture(place.work)
+    place.process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + 10
+    while suspend.stands_still(place.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(CheckpointError, match="let go on meanwhile"):
+        place.backend().commit(place.work, "node2")
+
+
+def test_ended_work_is_given_to_one_target_only(place: Place) -> None:
+    captured = place.backend().capture(place.work)
+    assert place.backend().commit(place.work, "node2") == "gone"
+    assert place.process.poll() == -signal.SIGKILL
+    assert place.unit.moved.held() == ["work.service"]
+    assert place.unit.armed is None
+    assert place.backend().commit(place.work, "node2") == "gone"
+    with pytest.raises(CheckpointError, match="was given to node2"):
+        place.backend().commit(place.work, "node3")
+    again = place.backend().capture(place.work)
+    assert (again.source, again.target, again.artefact) == ("gone", "node2", captured.artefact)
+    place.backend().reassign(place.work, "node3")
+    assert place.backend().commit(place.work, "node3") == "gone"
+
+
+def test_a_source_that_dies_while_it_stands_still_is_still_saved(place: Place) -> None:
+    place.backend().capture(place.work)
+    os.kill(place.pid, signal.SIGKILL)
+    place.process.wait(10)
+    assert place.backend().commit(place.work, "node2") == "gone"
+
+
+def test_a_save_that_somebody_waits_for_is_not_thrown_away(place: Place) -> None:
+    captured = place.backend().capture(place.work)
+    with pytest.raises(CheckpointError, match="says published"):
+        place.backend().discard(place.work, captured.artefact)
+    place.backend().commit(place.work, "node2")
+    assert place.backend().discard(place.work, captured.artefact)
+    assert place.record() == {}
+    assert not place.backend().discard(place.work, captured.artefact)
+
+
+def test_a_damaged_record_is_not_guessed_at(place: Place) -> None:
+    place.backend().capture(place.work)
+    place.backend().record_path("work").write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        place.backend().capture(place.work)
+
+
+def test_the_record_is_private_and_tells_who(place: Place) -> None:
+    place.backend().capture(place.work)
+    path = place.backend().record_path("work")
+    assert path.stat().st_mode & 0o777 == 0o600
+    record = json.loads(path.read_text())
+    assert (record["state"], record["unit"], record["members"][0]["pid"]) == ("published", "work.service", place.pid)
