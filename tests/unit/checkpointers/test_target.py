@@ -1,0 +1,261 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Where work is to come back: whatever differs is refused by name before anything is started, and a place is promised
+once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, facts, suspend, tree
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import CheckpointError, Work
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import FORMAT, Limits
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
+from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility
+
+GIB = 1 << 30
+FACTS: dict[str, Any] = {
+    "gpu_model": "NVIDIA H100",
+    "gpu_sku": "2330",
+    "gpu_memory": 80 * GIB,
+    "ecc": "on",
+    "mig": "off",
+    "mps": "off",
+    "topology": "2 GPUs",
+    "driver": "580.95.05",
+    "driver_flavour": "open",
+    "architecture": "x86_64",
+    "kernel": "6.1.0-57",
+    "cpu_features": ("avx", "avx2"),
+    "runtime": "systemd",
+    "cgroup": "2",
+    "security_module": "none",
+    "criu": "4.2",
+}
+FREE_PID = 4_100_000  # beyond the largest pid_max that is usual
+
+
+class Service:
+    unit = "work.service"
+
+    def __init__(self, active: str = "inactive") -> None:
+        self.active = active
+
+    def show(self) -> dict[str, str]:
+        return {"ActiveState": self.active}
+
+    def settle(self) -> None: ...
+
+
+class Node:
+    """A node that could take work in."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.store = tmp_path / "store"
+        self.facts = dict(FACTS)
+        self.uuids = ["GPU-a", "GPU-b"]
+        self.usage: dict[int, nvml.Usage] = {}
+        self.service = Service()
+        self.used = 0
+        self.library = tmp_path / "libwork.so"
+        self.library.write_bytes(b"x" * 100)
+        self.data = tmp_path / "data"
+        self.data.write_bytes(b"x" * 10)
+        self.log = tmp_path / "log"
+        self.log.write_bytes(b"x" * 500)
+        self.waived: tuple[str, ...] = ()
+
+    def save(self, name: str = "work", **changes: Any) -> Work:
+        staged = artefact.stage(self.store, name)
+        (staged / "core.img").write_text("core")
+        member = {
+            "pid": FREE_PID, "start": 1, "comm": "work", "cuda": True, "ids": [FREE_PID], "gpus": ["GPU-a"],
+            "gpu_bytes": 8 * GIB, "rss": 1000,
+        }  # fmt: skip
+        gpus = [
+            {"uuid": uuid, "minor": minor, "total": 80 * GIB, "used": 0}
+            for minor, uuid in enumerate(("GPU-a", "GPU-b"))
+        ]
+        manifest = {
+            "created": 1.0,
+            "workload": {"name": name, "unit": "work.service", "fragment": "", "declared": {}},
+            "backend": {"name": "cuda_criu", "format": FORMAT},
+            "key": FACTS,
+            "node": "node1",
+            "members": [member],
+            "gpus": gpus,
+            "journal_sockets": [],
+            "paths": [],
+            "open_files": [
+                {"path": str(self.data), "size": 10, "log": False},
+                {"path": str(self.log), "size": 100, "log": True},
+            ],
+            "libraries": [{"path": str(self.library), "size": 100}],
+        }
+        artefact.publish(staged, name, {**manifest, **changes})
+        return Work(name, "work.service")
+
+    def backend(self) -> CudaCriu:
+        devices = [
+            {"uuid": uuid, "minor": minor, "memory": {"total": 80 * GIB, "used": self.used}}
+            for minor, uuid in enumerate(self.uuids)
+        ]
+
+        def run(argv: Sequence[str], **dummy: Any) -> Completed:
+            return Completed(tuple(argv), 0, "", "", 0.1)
+
+        return CudaCriu(
+            run,
+            str(self.tmp_path / "state"),
+            str(self.store),
+            node="node2",
+            limits=Limits(settle=0),
+            differences=lambda key, offer: compatibility.explain(
+                {k: tuple(v) if isinstance(v, list) else v for k, v in key.items()},
+                offer,
+                waived=self.waived,
+                scope=compatibility.NODE,
+            ),
+            observe=lambda: nvml.Report("ok", "", None, None, None, None, devices),
+            usage=lambda: self.usage,
+            service=lambda dummy: self.service,  # type: ignore[arg-type,return-value]
+        )
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    made = Node(tmp_path)
+    monkeypatch.setattr(facts, "node_facts", lambda *args: made.facts)
+    monkeypatch.setattr(CudaCriu, "probe", lambda self: [])
+    monkeypatch.setattr(tree, "memory_available", lambda proc: 64 * GIB)
+    return made
+
+
+def refused(node: Node, work: Work) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        node.backend().prepare(work, work.name)
+    assert caught.value.reason.source == "frozen", "the source must not have been ended by then"
+    assert caught.value.reason.next
+    return caught.value.reason.reason
+
+
+def test_an_equal_node_takes_it(node: Node) -> None:
+    record = node.backend().prepare(node.save(), "work")
+    assert (record["state"], record["map"], record["home"]) == ("prepared", {}, "node1")
+
+
+OTHER = {
+    "gpu_memory": 40 * GIB,
+    "mig": "on",
+    "mps": "on",
+    "cpu_features": ("avx",),
+    "driver": "580.95.04",
+}
+
+
+@pytest.mark.parametrize("unknown", [False, True], ids=["other", "unknown"])
+@pytest.mark.parametrize("name", FACTS)
+def test_every_field_of_the_key_counts(node: Node, name: str, unknown: bool) -> None:
+    work = node.save()
+    node.facts[name] = None if unknown else OTHER.get(name, "other")
+    assert refused(node, work) == f"key_mismatch:{name}"
+    node.waived = (name,)
+    assert node.backend().prepare(work, "work")["state"] == "prepared"
+
+
+def occupy(node: Node) -> None:
+    node.usage = {1: nvml.Usage((0,), GIB), 2: nvml.Usage((1,), GIB)}
+
+
+def fill(node: Node) -> None:
+    node.used = 75 * GIB
+
+
+CHANGES: dict[str, tuple[Callable[[Node], Any], str]] = {
+    "a-library-of-another-size": (lambda node: node.library.write_bytes(b"x"), "key_mismatch:libraries"),
+    "a-library-that-is-not-there": (lambda node: node.library.unlink(), "key_mismatch:libraries"),
+    "an-open-file-that-changed": (lambda node: node.data.write_bytes(b"y"), "key_mismatch:open_files"),
+    "a-log-that-is-not-there": (lambda node: node.log.unlink(), "key_mismatch:open_files"),
+    "its-unit-runs-here-already": (lambda node: setattr(node.service, "active", "active"), "policy"),
+    "its-gpus-are-taken": (occupy, "insufficient_gpu_memory"),
+    "too-little-gpu-memory": (fill, "insufficient_gpu_memory"),
+    "fewer-gpus": (lambda node: node.uuids.pop(), "key_mismatch:topology"),
+    "a-flipped-byte": (lambda node: (node.store / "work/core.img").write_text("cor3"), "hash_mismatch"),
+    "a-truncated-file": (lambda node: (node.store / "work/core.img").write_text("co"), "hash_mismatch"),
+    "no-manifest": (lambda node: (node.store / "work/manifest.json").unlink(), "hash_mismatch"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
+def test_what_does_not_fit_is_refused(node: Node, change: Callable[[Node], Any], reason: str) -> None:
+    work = node.save()
+    change(node)
+    assert refused(node, work) == reason
+    assert suspend.read_record(node.backend().record_path("work", "restores")) == {}
+
+
+def test_a_taken_pid_is_refused(node: Node) -> None:
+    member = {
+        "pid": 1,
+        "start": 1,
+        "comm": "w",
+        "cuda": True,
+        "ids": [os.getpid()],
+        "gpus": [],
+        "gpu_bytes": 0,
+        "rss": 0,
+    }
+    assert refused(node, node.save(members=[member])) == "key_mismatch:pids"
+
+
+def test_too_little_memory_on_the_host(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "memory_available", lambda proc: GIB)
+    assert refused(node, node.save()) == "insufficient_host_ram"
+
+
+def test_another_format_is_refused(node: Node) -> None:
+    work = node.save(backend={"name": "cuda_criu", "format": "cuda_criu/9"})
+    assert refused(node, work) == "key_mismatch:backend"
+
+
+def test_other_gpus_are_mapped_one_to_one(node: Node) -> None:
+    node.uuids = ["GPU-x", "GPU-y"]
+    node.usage = {1: nvml.Usage((0,), GIB)}  # so the one that computes goes to the second
+    assert node.backend().prepare(node.save(), "work")["map"] == {"GPU-a": "GPU-y", "GPU-b": "GPU-x"}
+
+
+def test_a_map_needs_a_driver_that_takes_one(node: Node) -> None:
+    node.uuids = ["GPU-x", "GPU-y"]
+    node.facts["driver"] = "570.86.10"
+    work = node.save(key={**FACTS, "driver": "570.86.10"})
+    assert refused(node, work) == "key_mismatch:gpu_uuid"
+
+
+def test_two_saves_are_not_promised_one_gpu(node: Node) -> None:
+    first, second, third = node.save(), node.save("work2"), node.save("work3")
+    assert node.backend().prepare(first, "work")["map"] == {}
+    assert node.backend().prepare(second, "work2")["map"] == {"GPU-a": "GPU-b", "GPU-b": "GPU-a"}
+    assert refused(node, third) == "insufficient_gpu_memory"
+    node.backend().absent(first)
+    assert node.backend().prepare(third, "work3")["map"] == {}
+
+
+def test_what_was_not_prepared_is_not_restored(node: Node) -> None:
+    with pytest.raises(CheckpointError, match="prepared here"):
+        node.backend().restore(node.save(), "work")
+
+
+def test_work_that_never_came_is_proven_absent(node: Node) -> None:
+    work = node.save()
+    assert node.backend().absent(work) == {"changed": False, "runs": False, "ran": False}
+    node.backend().prepare(work, "work")
+    assert node.backend().absent(work) == {"changed": True, "runs": False, "ran": False}
