@@ -106,14 +106,19 @@ class Nodes:
         store = str(artefact.place(str(options.get("source_store") or options["store"]), wanted))
         manifest = self.tell(source, ["cat", f"{store}/{artefact.MANIFEST}"]).decode()
         try:
-            json.loads(manifest)
+            said = json.loads(manifest)
         except ValueError as exc:
             raise AnsibleError(f"{source}: the manifest of {wanted} is damaged: {exc}") from exc
         given = {**options, "manifest": manifest}
         told = self.module(name, "checkpoint_fetch", given)
         if told.get("failed"):
             return told
-        for path, first, count in runs(told["missing"]):
+        sizes = {str(file["path"]): int(file["size"]) for file in said["files"]}
+        small, large = parted(told["missing"], sizes)
+        for names in small:
+            data = self.tell(source, ["tar", "-C", store, "-cf", "-", "--", *names])
+            self.tell(name, ["tar", "-C", str(told["staged"]), "--no-same-owner", "-xf", "-"], data)
+        for path, first, count in runs(large):
             start, size = first * artefact.PIECE >> 20, count * artefact.PIECE >> 20
             how = ["bs=1M", "iflag=fullblock", "status=none"]
             data = self.tell(source, ["dd", f"if={store}/{path}", f"skip={start}", f"count={size}", *how])
@@ -121,6 +126,24 @@ class Nodes:
                 self.tell(name, ["dd", f"of={told['staged']}/{path}", f"seek={start}", "conv=notrunc", *how], data)
         done = self.module(name, "checkpoint_fetch", {**given, "finish": True})
         return {**done, "moved_pieces": len(told["missing"])}
+
+
+def parted(missing: Iterable[Iterable[Any]], sizes: Mapping[str, int]) -> tuple[list[list[str]], list[tuple[str, int]]]:
+    """Missing pieces told apart: names of files of one piece, to travel together as long as they are no more than a few
+    pieces in all, and the pieces of larger files."""
+    small: list[list[str]] = []
+    large: list[tuple[str, int]] = []
+    room = 0
+    for path, index in sorted((str(path), int(index)) for path, index in missing):
+        if sizes[path] > artefact.PIECE:
+            large.append((path, index))
+            continue
+        room -= sizes[path]
+        if room < 0 or not small:
+            small.append([])
+            room = _TOGETHER * artefact.PIECE - sizes[path]
+        small[-1].append(path)
+    return small, large
 
 
 def runs(missing: Iterable[Iterable[Any]]) -> list[tuple[str, int, int]]:

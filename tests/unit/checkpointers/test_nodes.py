@@ -1,0 +1,56 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""An artefact on its way between two hosts of one inventory, over Ansible's own connections."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact
+from ansible_collections.gpufleet.driver.plugins.plugin_utils.nodes import parted, runs
+
+P = artefact.PIECE
+
+
+def test_small_files_travel_together_and_large_ones_by_pieces() -> None:
+    sizes = {"a": 1, "b": P, "c": 3 * P, "d": P, "e": P, "f": P}
+    missing = [("f", 0), ("c", 0), ("c", 2), ("a", 0), ("b", 0), ("d", 0), ("e", 0)]
+    small, large = parted(missing, sizes)
+    assert small == [["a", "b", "d", "e"], ["f"]]
+    assert large == [("c", 0), ("c", 2)]
+
+
+def test_neighbouring_pieces_travel_in_one_command() -> None:
+    missing = [("b", 0), *(("a", index) for index in (0, 1, 2, 3, 4, 6))]
+    assert runs(missing) == [("a", 0, 4), ("a", 4, 1), ("a", 6, 1), ("b", 0, 1)]
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["from-nothing", "after-a-broken-one"])
+def test_an_artefact_arrives_whole(tmp_path: Path, broken: bool) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    staged = artefact.stage(here, "save-1")
+    (staged / "images").mkdir()
+    (staged / "images/pages-1.img").write_bytes(os.urandom(P + 12345))
+    for number in range(20):
+        (staged / f"images/core-{number}.img").write_bytes(os.urandom(100 * number))
+    manifest = artefact.publish(staged, "save-1", {})
+    if broken:
+        artefact.receive(there, manifest)
+        (there / ".stage-save-1/images/core-3.img").write_bytes((here / "save-1/images/core-3.img").read_bytes())
+    local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
+    (tmp_path / "inventory.yml").write_text(json.dumps({"all": {"hosts": {"one": {}, "two": {}}, "vars": local}}))
+    options = {"artefact": "save-1", "source": "one", "store": str(there), "source_store": str(here)}
+    command = ["ansible", "-i", str(tmp_path / "inventory.yml"), "two", "-m", "gpufleet.driver.checkpoint_fetch"]
+    done = subprocess.run(
+        [*command, "-a", json.dumps(options)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert artefact.verify(there, "save-1") == []
+    assert f'"moved_pieces": {20 if broken else 21}' in done.stdout
