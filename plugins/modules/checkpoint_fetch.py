@@ -17,7 +17,6 @@ description:
 author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
-  - gpufleet.driver.attributes.node
 attributes:
   check_mode:
     support: full
