@@ -130,20 +130,23 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import opt
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import PackagePlan, SourceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.preflight import preflight
 from ansible_collections.gpufleet.driver.plugins.module_utils.findings import Finding
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import boot, facts, gpus
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import boot, facts, gpus, settings
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
 
 # What the machine says about now that also decides whether a plan can go through.
 DECIDING = ("boot.", "dkms.", "kernel.compiler", "kernel.fallback", "secure_boot.")
 
 
-def host_findings(plan: PackagePlan, run: execution.Runner = execution.run) -> list[Finding]:
+def host_findings(plan: PackagePlan, state_dir: str, run: execution.Runner = execution.run) -> list[Finding]:
     """Kernels, headers, space, Secure Boot and GPUs, as far as they matter to ``plan``."""
     seen = facts.observe(run, sections=("kernel", "boot"))
     found = [Finding(**entry) for entry in seen["findings"] if entry["check"].startswith(DECIDING)]
     if plan.builds_module:
         judged = boot.kernel_findings(seen["kernel"]["kernels"], headers_needed=True)
         found += [finding for finding in judged if finding.check == "kernel.headers"]
+    found += boot.space_findings([boot.state_space(state_dir)])
+    found += boot.read_only_findings([*boot.WRITTEN_PATHS, state_dir])
+    found += settings.locked_clocks()
     branch = plan.target.split(".")[0]
     models = {device.device_id for device in gpus.scan_pci() if device.kind == "gpu"}
     return found + [gpus.supports(model, branch, plan.flavour) for model in sorted(models)]
@@ -167,7 +170,7 @@ def main() -> None:
             options.target_of(module.params),
             module.params["flavour"],
             module.params["rollback_required"],
-            host_findings,
+            lambda plan: host_findings(plan, module.params["state_dir"]),
         )
     except (SourceError, JournalError) as exc:
         module.fail_json(msg=str(exc))

@@ -10,7 +10,7 @@ version_added: 1.0.0
 short_description: Decide whether the next batch of an upgrade may start
 description:
   - Compares what became of every node so far with the failure budget, looks at the clock, the maintenance windows and
-    a stop file, and at whether the plan still holds.
+    a stop file, at whether the plan still holds, and at what the nodes that keep the lock of the fleet say.
   - Run it once at the head of each batch, on the controller. Ansible's C(max_fail_percentage) and
     C(any_errors_fatal) do not stop later batches for a node that was lost or rescued; this does.
 author: gpufleet.driver contributors (@gpufleet)
@@ -61,8 +61,26 @@ options:
       - RV(gpufleet.driver.upgrade_plan#module:review), so whether the plan still holds for the fleet as it is now. Read
         are C(safe) and C(reasons).
     type: dict
+  run_id:
+    description: Identifies the run, for O(lock_keepers).
+    type: str
+    default: ""
+  lock_keepers:
+    description:
+      - Names of the nodes that keep the lock of the fleet, the same for every controller. If there are any, the gate is
+        closed unless most of those that answered give the lock to O(run_id), and these are at least half of all.
+    type: list
+    elements: str
+    default: []
+  lock_answers:
+    description:
+      - Node name to result of M(gpufleet.driver.fleet_lock) there, failed or not. Nodes that are not among
+        O(lock_keepers) may be there as well; the gate is closed if another run has one of them.
+    type: dict
+    default: {}
 seealso:
   - module: gpufleet.driver.upgrade_plan
+  - module: gpufleet.driver.fleet_lock
 """
 
 EXAMPLES = r"""
@@ -106,7 +124,7 @@ from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import decide
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import decide, lock_objections
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy, Window
 
 
@@ -121,6 +139,9 @@ def main() -> None:
             "batch_seconds": {"type": "float", "default": 0},
             "stop_file": {"type": "path"},
             "review": {"type": "dict"},
+            "run_id": {"type": "str", "default": ""},
+            "lock_keepers": {"type": "list", "elements": "str", "default": []},
+            "lock_answers": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
     )
@@ -143,6 +164,7 @@ def main() -> None:
         batch_seconds=options["batch_seconds"],
         stop_requested=stop_file if stop_file and Path(stop_file).exists() else None,
         doubts=doubts,
+        objections=lock_objections(options["run_id"], options["lock_keepers"], options["lock_answers"]),
     )
     module.exit_json(changed=False, open=gate.open, failed_nodes=list(gate.failed), reasons=list(gate.reasons))
 

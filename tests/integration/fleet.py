@@ -100,9 +100,23 @@ class Fleet:
         return json.loads(text)
 
     def wait_for_step(self, node: str, step: str, timeout: float = 300) -> None:
-        """Until the journal of a machine says that a step has begun."""
-        script = f'until grep -q \'"name": "{step}"\' /var/lib/gpufleet/journal.json; do sleep 0.02; done'
+        """Until the journal of a machine says that a step has begun, once more if it has before."""
+        count = f'grep -cs \'"name": "{step}"\' /var/lib/gpufleet/journal.json'
+        script = f'before=$({count}); until [ "$({count})" -gt "${{before:-0}}" ]; do sleep 0.02; done'
         self.sh(node, f"timeout {timeout:.0f} bash -c {shlex.quote(script)} 2>/dev/null")
+
+    def reach(self, playing: Playing, node: str, step: str) -> None:
+        """Until a task of a role has begun ("evacuate : Stop …"), or an act of the swap on a machine ("packages")."""
+        if " : " in step:
+            playing.wait_for(f"TASK [gpufleet.driver.{step}]")
+        else:
+            self.wait_for_step(node, step)
+
+    def vary(self, node: str, **variables: Any) -> None:
+        """Give one host of the inventory variables of its own, until the machines are made anew."""
+        file = self.state / "host_vars" / f"{node}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(variables))
 
     def argv(self, playbook: str, **variables: Any) -> list[str]:
         extra = {"gpu_report_dir": str(self.state), "gpu_reconnect_timeout": 20, **variables}
@@ -124,7 +138,7 @@ class Fleet:
 
     def begin(self, playbook: str, *flags: str, **variables: Any) -> Playing:
         """Start a playbook and return at once, to disturb it."""
-        report = self.state / "gpu-upgrade-report.json"
+        report = Path(variables.get("gpu_report_dir", self.state)) / "gpu-upgrade-report.json"
         report.unlink(missing_ok=True)
         log = self.state / f"{playbook}-{time.time_ns()}.log"
         with log.open("w") as output:

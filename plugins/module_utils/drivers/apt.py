@@ -623,9 +623,8 @@ class Apt(DriverSource):
         if _DKMS_FAILED in text:
             cause = next((c for c in map(apt_text.make_log_cause, self._make_logs(plan.target)) if c), None)
             return f"DKMS could not build {plan.target}" + (f": {cause}" if cause else "; its make.log names no cause")
-        errors = [line for line in text.splitlines() if line.startswith(("E: ", "dpkg: error"))]
         pairs = apt_text.blocking(text)
-        detail = "; ".join([*errors[:3], *pairs[:5]]) or done.describe()
+        detail = "; ".join([*apt_text.errors(text)[:3], *pairs[:5]]) or done.describe()
         return f"apt could not move the packages to {plan.target}: {detail}"
 
     def _make_logs(self, version: str) -> list[str]:

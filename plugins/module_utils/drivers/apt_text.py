@@ -232,6 +232,22 @@ def history(text: str) -> list[Transaction]:
     return found
 
 
+def errors(text: str) -> list[str]:
+    """What apt and dpkg call an error, a line each; dpkg tells the cause in the indented line that follows."""
+    found: list[str] = []
+    told = True
+    for line in text.splitlines():
+        if not told and line.startswith(" "):
+            found[-1] += line
+            told = True
+        elif line.startswith(("E: ", "dpkg: error", "dpkg: unrecoverable fatal error")):
+            found.append(line)
+            told = not line.endswith(":")
+        else:
+            told = True
+    return found
+
+
 _MAKE_CAUSES = (
     (re.compile(r"unrecognized command[- ]line option|unrecognized option"), "the compiler is older than the kernel's"),
     (re.compile(r"compiler .* differs|different compiler|cc version check"), "the compiler is not the kernel's"),

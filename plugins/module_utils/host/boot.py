@@ -688,6 +688,8 @@ class Space:
 
 
 SPACE_PATHS = ("/", "/boot", "/var", "/var/lib/dkms", "/lib/modules")
+WRITTEN_PATHS = ("/usr", "/var", "/lib/modules")
+STATE_NEEDED = 16 * MIB
 _NEEDED = {"/": 2048, "/var": 2048, "/var/lib/dkms": 512, "/lib/modules": 512}
 
 
@@ -702,13 +704,44 @@ def space(boot: str = "/boot", paths: Iterable[str] = SPACE_PATHS) -> list[Space
     needs = {boot: largest + INITRD_MARGIN}
     found = []
     for path in paths:
-        existing = Path(path)
-        while not existing.exists():
-            existing = existing.parent
+        existing = _existing(path)
         about = os.statvfs(existing)
         needed = needs.get(path, _NEEDED.get(path, 0) * MIB)
         found.append(Space(path, existing.stat().st_dev, about.f_bavail * about.f_frsize, needed))
     return found
+
+
+def state_space(state_dir: str) -> Space:
+    """Free space for the journal and the lock of the node, without which nothing may be touched."""
+    existing = _existing(state_dir)
+    about = os.statvfs(existing)
+    return Space(state_dir, existing.stat().st_dev, about.f_bavail * about.f_frsize, STATE_NEEDED)
+
+
+def _existing(path: str) -> Path:
+    existing = Path(path)
+    while not existing.exists():
+        existing = existing.parent
+    return existing
+
+
+def read_only_findings(paths: Iterable[str]) -> list[Finding]:
+    """One error per file system that is mounted read-only, as the kernel does with one that it finds damaged."""
+    found: dict[int, Finding] = {}
+    for path in paths:
+        existing = _existing(path)
+        if os.statvfs(existing).f_flag & os.ST_RDONLY:
+            found.setdefault(
+                existing.stat().st_dev,
+                Finding(
+                    "boot.read_only",
+                    ERROR,
+                    f"{path} is read-only, an upgrade writes there",
+                    {"path": path},
+                    f"findmnt --target {path}; journalctl -k -b | grep -i -e remount -e 'I/O error'",
+                ),
+            )
+    return list(found.values())
 
 
 def space_findings(spaces: Iterable[Space]) -> list[Finding]:

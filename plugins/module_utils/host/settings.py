@@ -5,8 +5,8 @@
 
 Persistence mode, compute mode, power limit and application clocks live in the driver's memory; MIG instances vanish
 with it even where MIG mode stays. The ECC mode is kept by the GPU itself and is only watched. Clocks locked with
-``nvidia-smi -lgc`` cannot be read from a driver, so they cannot be put back. Module parameters belong to the packages;
-files in /etc/modprobe.d that name nvidia are compared by checksum.
+``nvidia-smi -lgc`` cannot be read from a driver, so they cannot be put back: a person is told what locks them on this
+node. Module parameters belong to the packages; files in /etc/modprobe.d that name nvidia are compared by checksum.
 
 Private to this collection: may change in any release.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,6 +43,22 @@ _KEPT = (
     "mig_devices",
     "ecc",
 )
+
+
+LOCKS = re.compile(rb"nvidia-smi\b.*\s(-lgc|--lock-gpu-clocks|-lmc|--lock-memory-clocks)\b")
+LOCKERS = (
+    "etc/systemd/system/**/*.service",
+    "usr/local/lib/systemd/system/*.service",
+    "etc/cron*/**/*",
+    "etc/crontab",
+    "var/spool/cron/**/*",
+    "etc/udev/rules.d/*.rules",
+    "etc/rc.local",
+    "usr/local/bin/*",
+    "usr/local/sbin/*",
+)
+"""Where an administrator has commands run at boot, and the scripts of such units; patterns below the root."""
+_SCRIPT = 1 << 16
 
 
 class SettingsError(Exception):
@@ -461,3 +478,28 @@ def _modprobe_findings(remembered: Mapping[str, Any], directory: str) -> list[Fi
             "compare the files with their backup or with the package's",
         )
     ]
+
+
+def locked_clocks(root: str = "/") -> list[Finding]:
+    """A warning if something on the node locks clocks, which a new driver starts without."""
+    files = sorted({path for pattern in LOCKERS for path in Path(root).glob(pattern) if _locks_clocks(path)})
+    if not files:
+        return []
+    names = [f"/{path.relative_to(root)}" for path in files]
+    return [
+        Finding(
+            "settings.locked_clocks",
+            WARNING,
+            f"{', '.join(names)} locks clocks of GPUs. No driver tells which clocks are locked and a new one starts "
+            f"with none, so they cannot be put back for you",
+            {"files": names},
+            "run it again afterwards; an upgrade stops and starts again a unit that is named in gpu_extra_units",
+        )
+    ]
+
+
+def _locks_clocks(path: Path) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size <= _SCRIPT and bool(LOCKS.search(path.read_bytes()))
+    except OSError:
+        return False

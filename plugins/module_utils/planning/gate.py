@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 from zoneinfo import ZoneInfo
 
 from .policy import Window, next_window
@@ -44,6 +45,7 @@ def decide(
     batch_seconds: float = 0.0,
     stop_requested: str | None = None,
     doubts: Sequence[str] = (),
+    objections: Collection[str] = (),
 ) -> Gate:
     """:param outcomes: node → outcome, of every node whose turn has come; nodes still to come are absent
     :param lost: nodes that Ansible dropped from the play, whatever their outcome says
@@ -52,6 +54,7 @@ def decide(
     :param batch_seconds: how long the batch is expected to take: it must end by ``not_after`` and in one of ``windows``
     :param stop_requested: what asked for a stop, for example the path of a stop file
     :param doubts: why the plan no longer holds for the next batch
+    :param objections: further reasons to stop, such as :func:`lock_objections`
     """
     failed = tuple(sorted(set(lost) | {node for node, outcome in outcomes.items() if outcome not in GOOD}))
     reasons = []
@@ -70,6 +73,7 @@ def decide(
         reasons.append(f"a stop was asked for by {stop_requested}")
     if doubts:
         reasons.append(f"the plan no longer holds, run again to plan anew: {'; '.join(doubts)}")
+    reasons.extend(objections)
     return Gate(not reasons, failed, tuple(reasons))
 
 
@@ -82,3 +86,33 @@ def _closed(windows: Sequence[Window], now: float, batch_seconds: float) -> list
         return []
     opens = datetime.fromtimestamp(found[0], ZoneInfo(windows[0].tz)).isoformat(sep=" ", timespec="minutes")
     return [f"no maintenance window has {minutes:.0f} minutes left for a batch, run again when the next opens: {opens}"]
+
+
+def lock_objections(run_id: str, keepers: Collection[str], answers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Why ``run_id`` does not have the fleet; empty if it has.
+
+    It has the fleet if most of the keepers that answer give it the lock, and these are at least half of all, so that no
+    two runs can have it at once and a lost keeper keeps nobody out (of two keepers, the one that answers is enough). No
+    other node may belong to another run. A run that is known on any node to have ended counts nowhere.
+
+    :param keepers: the nodes that every controller of the fleet asks
+    :param answers: node → result of the module fleet_lock, of the keepers and of any other node of the run: ``lock``
+        (the lease there, with its run_id), ``ended`` (ids of runs), ``msg``; without ``lock`` if it did not answer
+    """
+    ended = {each for answer in answers.values() for each in answer.get("ended", ())} - {run_id}
+
+    def owner(node: str) -> str | None:
+        lease = answers.get(node, {}).get("lock") or {}
+        return None if lease.get("run_id") in ended else lease.get("run_id")
+
+    others = {node: found for node in answers if (found := owner(node)) not in (None, run_id)}
+    ours = [node for node in keepers if owner(node) == run_id]
+    against = [node for node in keepers if node in others]
+    if len(ours) > len(against) and 2 * len(ours) >= len(keepers):
+        refusals = {node: answers[node]["msg"] for node in others if node not in keepers}
+    else:
+        refusals = {node: answers.get(node, {}).get("msg") or "gave no answer" for node in keepers if node not in ours}
+    told: dict[str, list[str]] = {}
+    for node, text in refusals.items():
+        told.setdefault(str(text), []).append(node)
+    return [f"{', '.join(nodes[:10])}: {text}" for text, nodes in told.items()]

@@ -39,7 +39,7 @@ class Operated:
             },
             "gpu_state_dir": str(directory / "state"),
             "gpu_workload_wait": 120,
-            "gpu_lock_host": "localhost",
+            "gpu_lock_hosts": ["localhost"],
         }
 
     def load(self, share: float) -> None:

@@ -24,7 +24,16 @@ NODE = "gpu-1"
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     state = tmp_path_factory.mktemp("services")
-    command = [str(TOP / "tests/lab/hosts/lab"), "up", "--nodes", "1", "--workload", "--state", str(state)]
+    command = [
+        str(TOP / "tests/lab/hosts/lab"),
+        "up",
+        "--nodes",
+        "1",
+        "--workload",
+        "--compiled",
+        "--state",
+        str(state),
+    ]
     subprocess.run(command, check=True, timeout=2400)
     fleet = Fleet("hosts", state, [NODE])
     yield fleet

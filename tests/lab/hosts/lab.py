@@ -33,6 +33,7 @@ PROGRAM = HERE / "lab"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gpufleet"
 REGISTRY = Path("/run/gpufleet-hosts")  # one directory a lab that is up, named by its index
 REPO_PORT = 8480
+COMPILED = "var/cache/gpufleet-lab"  # where metal/bytecode.py keeps what Python has compiled
 REBOOT_REQUESTED = 133  # systemd-nspawn's exit status when the machine rebooted itself
 PACKAGE_REVISION = "-0ubuntu0.22.04.1"
 
@@ -196,6 +197,7 @@ def prepared_layer(image: Path, repo: Path, driver: str) -> Path:
     directory = CACHE / f"hosts-{key}"
     with locked(CACHE / "hosts.lock"):
         if (directory / ".complete").exists():
+            os.utime(directory)
             return directory / "layer"
         say(f"preparing the machines' common layer with driver {driver} ({len(debs)} packages in the repository)")
         partial = CACHE / f"hosts-{key}.partial"
@@ -232,6 +234,7 @@ def prepared_layer(image: Path, repo: Path, driver: str) -> Path:
         run([*unshare, "bash", "-c", PREPARE, "prepare", *arguments], deadline=600)
         (partial / ".complete").touch()
         partial.rename(directory)
+        run([str(HERE.parent / "prune"), "hosts"], deadline=300)
     return directory / "layer"
 
 
@@ -364,11 +367,18 @@ class Lab:
             wanted = upper / "etc/systemd/system/multi-user.target.wants/gpu-counter.service"
             wanted.parent.mkdir(parents=True)
             wanted.symlink_to("../gpu-counter.service")
+        if self.data.get("compiled"):
+            packages = upper / "usr/lib/python3/dist-packages"
+            packages.mkdir(parents=True)
+            shutil.copy(HERE.parent / "metal/bytecode.py", packages / "gpufleet_lab_bytecode.py")
+            write(packages / "gpufleet_lab_bytecode.pth", "import gpufleet_lab_bytecode\n")
+            link_files(self.state / "bytecode", upper / COMPILED)
         options = overlay_options([Path(path) for path in self.data["layers"]], upper, work)
         run(["mount", "-t", "overlay", "gpufleet-lab", "-o", options, str(root)])
 
     def remove_disk(self, node: dict) -> None:
         directory = self.directory(node)
+        link_files(directory / "upper" / COMPILED, self.state / "bytecode")
         if os.path.ismount(directory / "root"):
             run(["umount", str(directory / "root")])
         shutil.rmtree(directory, ignore_errors=True)
@@ -483,12 +493,21 @@ all:
             run(["ip", "link", "delete", self.bridge])
         for name in list_names("/run/systemd/nspawn/propagate", f"gf{self.index}-"):
             shutil.rmtree(Path("/run/systemd/nspawn/propagate", name), ignore_errors=True)
-        for name in ("nodes", "repo"):
+        for name in ("nodes", "repo", "bytecode"):
             shutil.rmtree(self.state / name, ignore_errors=True)
         for name in ("inventory.yml", "id_ed25519", "repo.log"):
             (self.state / name).unlink(missing_ok=True)
         shutil.rmtree(REGISTRY / str(self.index), ignore_errors=True)
         (self.state / "lab.json").unlink(missing_ok=True)
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Have the files of one directory in another as well; their names are hashes of what is in them."""
+    if source.is_dir():
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in source.iterdir():
+            if "." not in path.name and not (target / path.name).exists():
+                (target / path.name).hardlink_to(path)
 
 
 def list_names(directory: str, prefix: str) -> list[str]:
@@ -538,6 +557,7 @@ def up(options: argparse.Namespace) -> None:
     nodes = [{"name": f"gpu-{number}", "number": number} for number in range(1, options.nodes + 1)]
     data = {"driver": options.driver, "gpus": options.gpus, "workload": options.workload, "nodes": nodes}
     data |= {
+        "compiled": options.compiled,
         "share": str(options.share or ""),
         "layers": [str(layer), str(image / "root")],
         "devices": device_table(options.gpus, state),
@@ -663,6 +683,12 @@ def main() -> int:
     text = "a directory of this machine that every machine of the lab has at the same path"
     sub.add_argument("--share", type=lambda text: Path(text).resolve(strict=True), metavar="DIR", help=text)
     sub.add_argument("--workload", action="store_true", help="run gpu-counter.service on every machine (port 8000)")
+    sub.add_argument(
+        "--compiled",
+        action="store_true",
+        help="keep what Python has compiled of the modules that Ansible sends, also over a reset: for tests, since "
+        "real machines compile them anew each time",
+    )
     add_deadline(sub)
     sub.add_argument("--keep", action="store_true", help="leave everything in place if the start fails")
     command("down", down, "end the fleet and remove all it made")

@@ -212,6 +212,7 @@ def bake(driver: str) -> Baked:
         repository=standin / "repo",
     )
     if (saved / ".complete").exists():
+        os.utime(folder)
         return baked
     folder.mkdir(parents=True, exist_ok=True)
     with (cache / "metal.lock").open("w") as lock:
@@ -239,4 +240,6 @@ def bake(driver: str) -> Baked:
         finally:
             machine.kill()
         (saved / ".complete").touch()
+        os.utime(folder)
+        run(HERE.parent / "prune", "metal")
     return baked

@@ -47,10 +47,11 @@ def load(state: Path) -> dict[str, Machine]:
     return {entry["name"]: Machine(**entry) for entry in json.loads(text)["machines"]}
 
 
-def save(state: Path, machines: list[Machine], ssh_folder: str | None = None) -> None:
-    if ssh_folder is None:
-        ssh_folder = json.loads(state_file(state).read_text())["ssh_folder"]
-    content = {"ssh_folder": ssh_folder, "machines": [machine.as_dict() for machine in machines]}
+def save(state: Path, machines: list[Machine], **more: str) -> None:
+    """``more``: ssh_folder, and disk and memory of the saved machine; given once."""
+    if not more:
+        more = {key: value for key, value in json.loads(state_file(state).read_text()).items() if key != "machines"}
+    content = {**more, "machines": [machine.as_dict() for machine in machines]}
     temporary = state_file(state).with_suffix(".new")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(state_file(state))
@@ -134,14 +135,9 @@ def up(options: argparse.Namespace) -> None:
     known = "".join(f"[127.0.0.1]:{machine.port} {baked.host_key}\n" for machine in machines)
     (state / "known_hosts").write_text(known)
     ssh_folder = tempfile.mkdtemp(prefix="gpufleet-ssh-")  # short: a socket's path may not exceed 107 bytes
-    save(state, machines, ssh_folder)
+    save(state, machines, ssh_folder=ssh_folder, disk=str(baked.disk), memory=str(baked.state))
     try:
-        for machine in machines:
-            machine.start(baked.state)
-            save(state, machines)
-        with ThreadPoolExecutor(len(machines)) as pool:
-            list(pool.map(lambda machine: machine.wait(BOOT_SECONDS), machines))
-            list(pool.map(give_identity, machines))
+        resume(state, machines, machines)
     except BaseException:
         for machine in machines:
             machine.kill()
@@ -149,6 +145,27 @@ def up(options: argparse.Namespace) -> None:
         raise
     (state / "inventory.yml").write_text(inventory(machines, ssh_folder))
     say(f"{len(machines)} machines up after {time.monotonic() - started:.1f} s; inventory: {state / 'inventory.yml'}")
+
+
+def resume(state: Path, machines: list[Machine], all_machines: list[Machine]) -> None:
+    """Start machines from the saved memory, over disks as new."""
+    memory = Path(json.loads(state_file(state).read_text())["memory"])
+    for machine in machines:
+        machine.start(memory)
+        save(state, all_machines)
+    with ThreadPoolExecutor(len(machines)) as pool:
+        list(pool.map(lambda machine: machine.wait(BOOT_SECONDS), machines))
+        list(pool.map(give_identity, machines))
+
+
+def reset(options: argparse.Namespace) -> None:
+    machines = load(options.state)
+    chosen = [one(machines, name) for name in options.nodes] or list(machines.values())
+    disk = Path(json.loads(state_file(options.state).read_text())["disk"])
+    for machine in chosen:
+        machine.kill()
+        machine.make_disk(disk)
+    resume(options.state, chosen, list(machines.values()))
 
 
 def down(options: argparse.Namespace) -> None:
@@ -237,6 +254,8 @@ def main() -> int:
     made.add_argument("node", metavar="NODE")
     made = command("start", start, "boot a machine that is off, with the disk it had")
     made.add_argument("node", metavar="NODE")
+    made = command("reset", reset, "give machines a new disk and continue from the saved state: as after up")
+    made.add_argument("nodes", metavar="NODE", nargs="*", help="default: all")
     made = command("status", status, "say which machines run, and where they are reached")
     made.add_argument("--json", action="store_true")
     made = command("exec", execute, "run what follows -- as root in a machine; its exit status is this one's")

@@ -206,9 +206,12 @@ class Machine:
 
 
 def start_time(pid: int) -> int:
-    """Start time of a process in clock ticks after boot (field 22 of /proc/PID/stat); -1 where none lives."""
+    """Start time of a process in clock ticks after boot (field 22 of /proc/PID/stat); -1 where none lives.
+
+    A process whose first thread is a zombie lives on, with its files, in the others (field 20 counts them).
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return -1
-    return -1 if fields[0] in "ZX" else int(fields[19])
+    return -1 if fields[0] in "ZX" and int(fields[17]) <= 1 else int(fields[19])

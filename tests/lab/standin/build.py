@@ -354,6 +354,7 @@ def build(abi: str, payload: int) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     finished = cache / f"standin-{recipe_key(abi, payload)}"
     if (finished / "repo/Packages").exists():
+        os.utime(finished)
         return finished
     with (cache / "standin.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -379,6 +380,8 @@ def build(abi: str, payload: int) -> Path:
         (partial / "abi").write_text(f"{abi}\n")
         write_index(repo)
         partial.rename(finished)
+        os.utime(finished)
+        subprocess.run([HERE.parent / "prune", "standin"], timeout=300, check=True)
     return finished
 
 

@@ -193,3 +193,30 @@ def test_automatic() -> None:
     expected = {"libnvidia-compute-535-server", "libnvidia-compute-535-server:i386"}
     assert apt_text.automatic(text, "amd64") == expected
     assert apt_text.automatic("", "amd64") == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("E: Unable to locate package x\nReading\n", ["E: Unable to locate package x"], id="apt"),
+        pytest.param(
+            "Unpacking x (1) ...\ndpkg: error processing archive /x.deb (--unpack):\n"
+            " cannot copy extracted data for './a' to '/a.dpkg-new': failed to write (No space left on device)\n"
+            "E: Sub-process /usr/bin/dpkg returned an error code (1)\n",
+            [
+                "dpkg: error processing archive /x.deb (--unpack): cannot copy extracted data for './a' to "
+                "'/a.dpkg-new': failed to write (No space left on device)",
+                "E: Sub-process /usr/bin/dpkg returned an error code (1)",
+            ],
+            id="an archive that does not fit",
+        ),
+        pytest.param(
+            "dpkg: unrecoverable fatal error, aborting:\n unable to fill /var/lib/dpkg/updates/tmp.i: No space left\n",
+            ["dpkg: unrecoverable fatal error, aborting: unable to fill /var/lib/dpkg/updates/tmp.i: No space left"],
+            id="a database that does not fit",
+        ),
+        pytest.param("dpkg: warning: x:\n y\nE: z:\n", ["E: z:"], id="warnings are none"),
+    ],
+)
+def test_errors_with_their_cause(text: str, expected: list[str]) -> None:
+    assert apt_text.errors(text) == expected

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -581,3 +582,19 @@ def test_boot_that_is_full() -> None:  # A-BOOT-01
         ("boot.space", ERROR, "/boot")
     ]
     assert "0 MiB free, an upgrade may need 272 MiB" in found[0].message
+
+
+def test_a_file_system_that_is_full_or_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = os.statvfs(tmp_path)
+    flags = {str(tmp_path): os.ST_RDONLY}
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=1, f_frsize=4096, f_flag=flags.get(str(path), about.f_flag & ~os.ST_RDONLY))
+
+    monkeypatch.setattr(boot.os, "statvfs", statvfs)
+    missing = str(tmp_path / "not/yet")
+    found = boot.read_only_findings(["/", missing, str(tmp_path)])
+    assert [(each.check, each.level, each.evidence["path"]) for each in found] == [("boot.read_only", ERROR, missing)]
+    space = boot.state_space(missing)
+    assert space.free == 4096 and space.needed == boot.STATE_NEEDED
+    assert "has 0 MiB free, an upgrade may need 16 MiB" in boot.space_findings([space])[0].message

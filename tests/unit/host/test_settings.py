@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import WARNING
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml, settings
 
 CLOCKS = {"graphics": 1275, "memory": 1593}
@@ -148,3 +149,26 @@ def test_checksums(tmp_path: Path) -> None:
     (tmp_path / "gpu.conf").write_text("options nvidia_drm modeset=0\n")
     second = settings.checksums(str(tmp_path))
     assert [path for path in first if first[path] != second[path]] == [str(tmp_path / "gpu.conf")]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("etc/systemd/system/clocks.service", "[Service]\nExecStart=/usr/bin/nvidia-smi -i 0 -lgc 1410,1410\n", True),
+        ("etc/systemd/system/a.service.d/clocks.service", "ExecStart=nvidia-smi --lock-memory-clocks=1593\n", True),
+        ("etc/cron.d/clocks", "@reboot root nvidia-smi --lock-gpu-clocks=tdp\n", True),
+        ("etc/udev/rules.d/90-clocks.rules", 'RUN+="/usr/bin/nvidia-smi -lmc 1593"\n', True),
+        ("usr/local/sbin/tune", "#!/bin/sh\nnvidia-smi -pm 1\nnvidia-smi -q\nnvidia-smi -lgc 1410\n", True),
+        ("etc/systemd/system/clocks.service", "ExecStart=/usr/bin/nvidia-smi -rgc\n", False),
+        ("etc/systemd/system/clocks.service", "ExecStart=/usr/bin/nvidia-smi -pl 250\n", False),
+        ("usr/local/bin/big", "nvidia-smi -lgc 1410\n" + "#" * 70000, False),
+    ],
+)
+def test_who_locks_clocks_is_told(tmp_path: Path, file: str, text: str, told: bool) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(text)
+    (tmp_path / "etc/cron.d").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "etc/cron.d/loop").symlink_to("loop")
+    found = settings.locked_clocks(str(tmp_path))
+    assert [finding.level for finding in found] == ([WARNING] if told else [])
+    assert not told or f"/{file} locks clocks" in found[0].message

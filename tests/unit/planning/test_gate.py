@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import decide
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import decide, lock_objections
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Window
 
 NIGHT = [Window.of({"start": "22:00", "end": "04:00", "tz": "Europe/Berlin"})]
@@ -66,3 +66,44 @@ def test_every_reason_is_told_and_long_lists_are_cut() -> None:
     gate = decide({f"n{i:02}": "lost" for i in range(15)}, [], max_failed=3, now=10, not_after=5, stop_requested="x")
     assert len(gate.reasons) == 3 and len(gate.failed) == 15
     assert "and 5 more" in gate.reasons[0]
+
+
+OURS, FREE, LOST = (
+    {"lock": {"run_id": "r2"}},
+    {"lock": {}, "msg": "it is free"},
+    {"msg": "stopped answering", "lost": True},
+)
+THEIRS = {"lock": {"run_id": "r1"}, "msg": "locked by run r1"}
+TOLD = {"lock": {"run_id": "r2"}, "ended": ["r1"]}
+
+
+@pytest.mark.parametrize(
+    ("keepers", "others", "reason"),
+    [
+        pytest.param([OURS, OURS, OURS], [], None, id="all three"),
+        pytest.param([OURS, OURS, LOST], [], None, id="one is lost"),
+        pytest.param([OURS, OURS, THEIRS], [], None, id="one holds out, in a partition or for a dead run"),
+        pytest.param([OURS, OURS, {}], [], None, id="one was never asked"),
+        pytest.param([OURS, THEIRS, THEIRS], [], "b, c: locked by run r1", id="another run has two"),
+        pytest.param([OURS, THEIRS, LOST], [], "b: locked by run r1; c: stopped answering", id="a tie"),
+        pytest.param([OURS, LOST, LOST], [], "b, c: stopped answering", id="two are lost"),
+        pytest.param([FREE, FREE, OURS], [], "a, b: it is free", id="somebody took over and ended"),
+        pytest.param([TOLD, THEIRS, LOST], [], "b: locked by run r1; c: stopped answering", id="one, and an ended one"),
+        pytest.param([OURS, LOST], [], None, id="of two, the one that answers"),
+        pytest.param([OURS, THEIRS], [], "b: locked by run r1", id="of two, one holds out"),
+        pytest.param([TOLD, THEIRS], [], None, id="of two, one holds out for a run that has ended"),
+        pytest.param([OURS], [], None, id="only one"),
+        pytest.param([LOST], [], "a: stopped answering", id="only one, lost"),
+        pytest.param([], [], None, id="no lock"),
+        pytest.param([OURS, OURS, OURS], [THEIRS], "d: locked by run r1", id="another node belongs to another run"),
+        pytest.param([TOLD, OURS, OURS], [THEIRS], None, id="another node belongs to a run that has ended"),
+        pytest.param([OURS, OURS, OURS], [LOST], None, id="another node is lost"),
+        pytest.param([OURS, OURS, OURS], [{"msg": "cannot write"}], None, id="another node has no lock"),
+    ],
+)
+def test_the_lock_of_the_fleet(keepers: list[dict], others: list[dict], reason: str | None) -> None:
+    answers = dict(zip("abcd"[: len(keepers)] + "d", [*keepers, *others], strict=False))
+    objections = lock_objections("r2", list("abc"[: len(keepers)]), answers)
+    assert "; ".join(objections) == (reason or "")
+    gate = decide({}, [], max_failed=0, now=1.0, objections=objections)
+    assert gate.open is (reason is None)
