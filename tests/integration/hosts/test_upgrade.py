@@ -9,6 +9,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from balancer import Balancer
@@ -110,49 +111,53 @@ STEPS = [
     "cordon : Begin the journal of the node",
     "evacuate : Stop or wait for the work on the node",
     "install : Swap the driver",
-    *ACTS,
     "uncordon : Start the workloads that were running",
-]
-DEATHS = [
-    (sign, step)
-    for step in STEPS
-    for sign in (signal.SIGTERM, signal.SIGKILL)
-    if sign == signal.SIGKILL or step in STEPS[::3]
 ]
 
 
 def test_the_controller_dies_in_every_step_and_the_next_run_goes_on(fleet: Fleet) -> None:
-    """In one step after the other: each run goes on from where the one before died, to die there or a step later."""
+    """In one step after the other, terminated and then killed: each run goes on from where the one before died."""
     one = {"gpu_hosts": "gpu-1", "gpu_driver_version": NEW, **WORKLOAD}
-    for number, (sign, step) in enumerate(DEATHS):
-        playing = fleet.begin("upgrade", gpu_run_id=f"run{number}", gpu_lock_takeover=f"run{number - 1}", **one)
-        fleet.reach(playing, "gpu-1", step)
-        playing.kill(sign)
+    for step in STEPS:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            playing = fleet.begin("upgrade", gpu_run_id="first", **one)
+            fleet.reach(playing, "gpu-1", step)
+            playing.kill(sign)
     refused = fleet.play("upgrade", **one)
-    last = f"run{len(DEATHS) - 1}"
-    assert refused.rc != 0 and f"gpu_lock_takeover={last}" in refused.output
-    again = fleet.play("upgrade", gpu_lock_takeover=last, **one)
+    assert refused.rc != 0 and "gpu_lock_takeover=first" in refused.output
+    end_well(fleet, gpu_lock_takeover="first")
+
+
+def end_well(fleet: Fleet, **variables: Any) -> None:
+    """Upgrade gpu-1 once more, with everything as it should be in the end."""
+    again = fleet.play("upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1", **WORKLOAD, **variables)
     assert again.rc == 0, again.output[-5000:]
     assert again.outcomes == {"gpu-1": "upgraded"}
     assert fleet.loaded("gpu-1") == NEW
+    assert all(version.startswith(NEW) for version in fleet.packages("gpu-1").values())
     assert fleet.sh("gpu-1", SERVICES).split() == ["active", "active"]
     assert fleet.sh("gpu-1", "find /etc/systemd/system /run/systemd/system -name '*gpufleet-hold*'") == ""
 
 
-def test_a_swap_that_dies_in_every_act_is_gone_on_with(fleet: Fleet) -> None:
-    """The machine's power is cut, so nothing of the swap goes on behind our back; in one act after the other."""
+@pytest.mark.parametrize("act", ACTS)
+def test_the_controller_dies_in_an_act_of_the_swap(fleet: Fleet, act: str) -> None:
+    """The swap goes on without it; the next run waits for it."""
+    playing = fleet.begin("upgrade", gpu_run_id="first", gpu_hosts="gpu-1", gpu_driver_version=NEW, **WORKLOAD)
+    fleet.wait_for_step("gpu-1", act)
+    playing.kill()
+    end_well(fleet, gpu_lock_takeover="first")
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_swap_that_dies_in_an_act_is_gone_on_with(fleet: Fleet, act: str) -> None:
+    """The machine's power is cut, so nothing of the swap goes on behind our back."""
     one = {"gpu_hosts": "gpu-1", "gpu_driver_version": NEW, "gpu_reconnect_timeout": 2, **WORKLOAD}
-    for act in ACTS:
-        playing = fleet.begin("upgrade", **one)
-        fleet.wait_for_step("gpu-1", act)
-        fleet.lab("kill", "gpu-1")
-        assert playing.end().outcomes == {"gpu-1": "lost"}
-        fleet.lab("start", "gpu-1")
-    again = fleet.play("upgrade", **one)
-    assert again.rc == 0, again.output[-5000:]
-    assert fleet.loaded("gpu-1") == NEW
-    assert all(version.startswith(NEW) for version in fleet.packages("gpu-1").values())
-    assert fleet.sh("gpu-1", SERVICES).split() == ["active", "active"]
+    playing = fleet.begin("upgrade", **one)
+    fleet.wait_for_step("gpu-1", act)
+    fleet.lab("kill", "gpu-1")
+    assert playing.end().outcomes == {"gpu-1": "lost"}
+    fleet.lab("start", "gpu-1")
+    end_well(fleet)
 
 
 def test_of_two_runs_the_one_that_was_taken_over_stops_at_its_next_batch(
