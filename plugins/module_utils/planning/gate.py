@@ -112,7 +112,7 @@ def lock_objections(run_id: str, keepers: Collection[str], answers: Mapping[str,
         refusals = {node: answers[node]["msg"] for node in others if node not in keepers}
     else:
         refusals = {node: answers.get(node, {}).get("msg") or "gave no answer" for node in keepers if node not in ours}
-    told: dict[str, list[str]] = {}
+    told: dict[str, list[str]] = {}  # by the run that has the node: what is said of it differs by a second or two
     for node, text in refusals.items():
-        told.setdefault(str(text), []).append(node)
-    return [f"{', '.join(nodes[:10])}: {text}" for text, nodes in told.items()]
+        told.setdefault(others.get(node) or str(text), []).append(node)
+    return [f"{', '.join(nodes[:10])}: {refusals[nodes[0]]}" for nodes in told.values()]
