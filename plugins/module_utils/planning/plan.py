@@ -257,7 +257,7 @@ def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str]) -
     if len(cold) > len(saved):
         notes.append(f"{len(cold) - len(saved)} workloads start cold as nothing could save them")
     if blocked:
-        notes.append(f"{len(blocked)} nodes keep their driver; see why each is left out")
+        notes.append(f"{len(blocked)} of the nodes cannot be emptied and keep their driver")
     return notes
 
 
@@ -283,7 +283,7 @@ def _blocked_reason(model: Model, fate: Fate) -> str:
         return f"{item.name} may move but no backend could save it, and it {ends}: let it restart, or enable a backend"
     return (
         f"{item.name} may not restart, {ends}, and cannot move: {'; '.join(refused(model, item)[:3])}: "
-        "make room for it on the old driver, or let it restart"
+        "leave room for it on the old driver until it ends, or let it restart"
     )
 
 
@@ -292,6 +292,8 @@ def refused(model: Model, item: Item) -> list[str]:
     position = [0] * len(model.nodes)
     rooms = Rooms(model.nodes, model.free, model.classes, position)
     rooms.open(n for n in (*model.kept, *model.moving) if n not in item.nodes and model.nodes[n].schedulable)
+    if rooms.place(item.needs, item.restorable, (0,), together=item.workload.together):
+        return ["the node it would move to has its own turn later"]
     found = rooms.refusals(item.needs, item.shape, {0}, restore=True)
     return found or ["no other node has the old driver"]
 

@@ -262,8 +262,9 @@ class _Walk:
         back = (self.where[index], self.end[index], self.moved[index])
         in_place = item.cold + item.gpus * self.model.swap if item.restartable else BLOCKED_LOSS
         cold = item.cold if item.restartable else BLOCKED_LOSS
-        best = self._best_move(index, item, number, now, cold) if item.movable else inf
-        if best < cold or self.hints.get(index) not in (None, WAIT):
+        can_move = item.movable and not self.moved[index] and bool(item.restorable)
+        best = self._best_move(index, item, number, now, cold) if can_move else inf
+        if best < cold or (can_move and self.hints.get(index) not in (None, WAIT)):
             tried = self._move(index, item, number, now, cold, in_place)
             if tried is not None:
                 return (*tried, back)
@@ -282,9 +283,7 @@ class _Walk:
         return Fate(index, number, BLOCKED, BLOCKED_LOSS), BLOCKED_LOSS, back
 
     def _best_move(self, index: int, item: Item, number: int, now: float, cold: float) -> float:
-        """What a move would lose at best, to the end; ``inf`` if it cannot be."""
-        if self.moved[index] or not item.restorable:
-            return inf
+        """What a move would lose at best, to the end."""
         pause = item.gpus * item.pause
         until_last = self._time_until(self.last - 1, number)
         ends = item.pause + self.end[index] - now <= until_last

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import BadSnapshot, Demand, Snapshot
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning import forecast, options, plan, table
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning import (
+    forecast,
+    options,
+    plan,
+    schedule,
+    table,
+)
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import (
     BadPolicy,
     Policy,
@@ -151,6 +157,21 @@ def test_valuable_work_moves_to_the_node_upgraded_last_and_ends_there() -> None:
     long = workload("long", "n0", gpus=8, remaining=1000.0, at_risk=9000.0)
     made = plan.make(fleet_of(3, long), Policy(NEW, batch_size=(1,), canary=("n0",), max_wait=0.0))
     assert (fate_of(made, "long").fate, fate_of(made, "long").to) == ("move", (made.order[-1],))
+
+
+def test_no_workload_moves_a_second_time() -> None:
+    fleet = fleet_of(3, workload("w", "n0", gpus=8, at_risk=9000.0))
+    played = schedule.play(plan.prepare(fleet, Policy(NEW)), [[0], [1], [2]], hints={0: schedule.NEAR})
+    assert [(each.what, each.to) for each in played.fates] == [("move", (1,)), ("cold_start", (0,))]
+
+
+def test_work_that_may_only_move_needs_a_node_that_stays_on_the_old_driver() -> None:
+    endless = workload("w", "n0", gpus=8, may=frozenset(("move",)))
+    made = plan.make(fleet_of(3, endless), Policy(NEW, batch_size=(1,)))
+    assert "cannot move: the node it would move to has its own turn later" in dict(made.blocked)["n0"]
+    kept = (*fleet_of(3).nodes, node("kept", skip="opted out"))
+    made = plan.make(Snapshot(kept, (endless,)), Policy(NEW, batch_size=(1,)))
+    assert (fate_of(made, "w").fate, fate_of(made, "w").to) == ("move", ("kept",))
 
 
 def test_cheap_work_starts_cold_on_an_upgraded_node() -> None:
