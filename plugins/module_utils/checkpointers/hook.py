@@ -15,11 +15,13 @@ from __future__ import annotations
 import signal
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ansible.module_utils.urls import ConnectionError as UrlError
+from ansible.module_utils.urls import open_url
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
     SOURCE_RUNNING,
@@ -234,9 +236,8 @@ def _post(url: str) -> str:
     """POST to a URL; what went wrong, or an empty text."""
     if not url.startswith(("http://", "https://")):
         return f"{url!r} is not the URL of a web server"
-    request = urllib.request.Request(url, data=b"", method="POST")  # noqa: S310 - the scheme was checked
     try:
-        with urllib.request.urlopen(request, timeout=_HTTP):  # noqa: S310
+        with open_url(url, data=b"", method="POST", timeout=_HTTP):
             return ""
-    except (urllib.error.URLError, OSError, ValueError) as exc:
+    except (urllib.error.URLError, UrlError, OSError, ValueError) as exc:
         return f"{url}: {exc}"

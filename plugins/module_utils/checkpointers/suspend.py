@@ -14,6 +14,9 @@ that (555 and later). They act on another process, which needs root or the right
 Private to this collection: may change in any release.
 """
 
+# it runs by itself on the node, where there is no AnsibleModule
+# pylint: disable=ansible-bad-function
+
 from __future__ import annotations
 
 import contextlib

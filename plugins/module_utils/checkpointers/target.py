@@ -186,7 +186,7 @@ class Target(Common):
         if all(old == new for old, new in chosen.items()):
             return {}
         driver = str(manifest["key"].get("driver") or "0")
-        if int(driver.split(".")[0]) < _MAP_SINCE:
+        if int(driver.split(".", maxsplit=1)[0]) < _MAP_SINCE:
             moved = next(f"{old} to {new}" for old, new in chosen.items() if old != new)
             refuse(
                 "key_mismatch:gpu_uuid",

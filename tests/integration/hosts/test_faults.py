@@ -279,7 +279,7 @@ def test_a_load_balancer_that_hangs_or_lies(fleet: Fleet, balancer: Balancer) ->
 @pytest.mark.parametrize(
     ("names", "fine"),
     [(["GPU-A.Rack_7.example.com", "gpü-2"], True), (["a b", "-gpu"], False)],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_host_names(fleet: Fleet, tmp_path: Path, names: list[str], fine: bool) -> None:
     """Names that differ from the machines' addresses; such as a command line would misread are refused."""

@@ -62,8 +62,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def manifest() -> str:
-    return HEAD + yaml.dump_all(
-        objects(), Dumper=_Dumper, sort_keys=False, explicit_start=True, default_flow_style=None, width=110
+    these = {"apiVersion": "v1", "kind": "List", "items": objects()}
+    return HEAD + yaml.dump(
+        these, Dumper=_Dumper, sort_keys=False, explicit_start=True, default_flow_style=None, width=110
     )
 
 
