@@ -78,6 +78,8 @@ def rows(directory: Path) -> list[Row]:
         Row("driver_install", {"state": "previous"}),
         Row("kernel_modules", {"state": "loaded"}),
         Row("gpu_services", {"state": "restored"}),
+        Row("driver_swap", {"version": NEW}),
+        Row("driver_swap", {"state": "previous"}),
         Row("host_workloads", {"state": "started", "workloads": WORKLOADS}),
         Row("fleet_lock", {"state": "released", **RUN}),
         controller("upgrade_gate", outcomes={}),
@@ -87,8 +89,13 @@ def rows(directory: Path) -> list[Row]:
     ]
 
 
-FOUND_ELSEWHERE = {"fleet_snapshot_info", "node_evacuate", "node_validate", "fleet_settle"}
-"""They change nothing on plain machines; the tests of the schedulers that they do change call them."""
+FOUND_ELSEWHERE = {
+    *("fleet_snapshot_info", "node_evacuate", "node_validate", "fleet_settle"),
+    *("gpu_operator_driver", "gpu_operator_info", "node_maintenance"),
+    *("checkpoint_fetch", "checkpoint_info", "workload_checkpoint", "workload_move", "workload_restore"),
+}
+"""The first two rows change nothing on plain machines; tests/integration/{slurm,kubernetes} prove what is behind them.
+The third needs two machines whose kernel can save processes: tests/integration/metal."""
 
 # What an upgrade may change on a machine. The names of GPU settings are those of nvidia-smi.
 FINGERPRINT = """
