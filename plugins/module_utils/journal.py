@@ -289,6 +289,24 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
+def at_work(state_dir: str = STATE_DIR) -> bool:
+    """Whether another process that changes the node holds its journal now, such as one an interrupted run left behind.
+
+    Not for a process that holds the journal itself: looking would let go of it, as record locks do.
+    """
+    try:
+        descriptor = os.open(Path(state_dir) / "journal.lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _lock(path: Path, timeout: float) -> int:
     """Hold ``path`` with a POSIX record lock, which a forked child does not inherit: one that hangs in the driver for
     ever must not keep the node's journal."""

@@ -157,7 +157,9 @@ driver_info:
       type: dict
       returned: with V(initramfs) in O(gather)
     journal:
-      description: The journal of the node's upgrade. See M(gpufleet.driver.node_journal).
+      description:
+        - The journal of the node's upgrade. See M(gpufleet.driver.node_journal).
+        - C(at_work) says whether a module that changes the node is at work right now.
       type: dict
       returned: always
     findings:
@@ -173,7 +175,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import detect
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import SourceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import facts
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError, at_work
 
 
 def main() -> None:
@@ -190,7 +192,7 @@ def main() -> None:
     )
     p = module.params
     try:
-        journal = Journal.open(p["state_dir"], read_only=True).as_dict()
+        journal = {**Journal.open(p["state_dir"], read_only=True).as_dict(), "at_work": at_work(p["state_dir"])}
         installed = detect.detect(run=execution.run).as_dict() if "packages" in p["gather"] else None
     except (JournalError, SourceError) as exc:
         module.fail_json(msg=str(exc))

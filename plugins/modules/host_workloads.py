@@ -364,6 +364,10 @@ workloads:
   sample:
     inference: stopped
     notebook: missing
+busy:
+  description: Whether another module of this collection is still at work on the node, so that waiting helps.
+  type: bool
+  returned: on failure
 """
 
 import time
@@ -382,7 +386,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.workloads imp
     WorkloadsError,
     from_census,
 )
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import CORDON, Journal, JournalError
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import CORDON, Journal, JournalBusy, JournalError
 from ansible_collections.gpufleet.driver.plugins.module_utils.statefile import StateFileError
 
 NVML_SECONDS = 20
@@ -465,7 +469,7 @@ def main() -> None:
             module.warn(warning)
         module.fail_json(msg=str(exc), **exc.result)
     except (SystemdError, JournalError, StateFileError) as exc:
-        module.fail_json(msg=str(exc))
+        module.fail_json(msg=str(exc), busy=isinstance(exc, JournalBusy))
     for warning in result.pop("warnings", []):
         module.warn(warning)
     module.exit_json(**result)

@@ -254,12 +254,15 @@ def test_a_module_that_is_still_at_work_is_named(tmp_path: Path) -> None:
     with hold(tmp_path, "print('ready', flush=True); time.sleep(600)") as other:
         try:
             assert other.stdout and other.stdout.readline() == "ready\n"
+            assert subject.at_work(str(tmp_path))
             with pytest.raises(JournalBusy, match=rf"pid {other.pid}\) is still at work"):
                 Journal.open(str(tmp_path), lock_timeout=0)
             assert Journal.open(str(tmp_path), read_only=True).run is None, "reading needs no lock"
         finally:
             other.kill()
+    assert not subject.at_work(str(tmp_path / "none"))
     Journal.open(str(tmp_path), lock_timeout=5).remember("packages", [])
+    assert not subject.at_work(str(tmp_path))
 
 
 def test_a_child_that_hangs_does_not_keep_the_journal(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_rollback_undoes_a_finished_upgrade(fleet: Fleet) -> None:
     }
     fleet.sh("gpu-3", f"mkdir -p /var/lib/gpufleet && echo '{json.dumps(left)}' > /var/lib/gpufleet/journal.json")
     planned = fleet.play("plan", gpu_driver_version=OLD, gpu_hosts="gpu-3")
-    assert "1 nodes in 1 batches" in planned.output, "a quarantined node is out of service, whatever driver it has"
+    assert "for 1 node in 1 batch" in planned.output, "a quarantined node is out of service, whatever driver it has"
     fleet.lab("unplug", "gpu-2")
     unseen = fleet.play("recover", gpu_hosts="gpu-2")
     assert unseen.rc != 0 and "could not be looked at" in unseen.output
