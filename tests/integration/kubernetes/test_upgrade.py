@@ -66,16 +66,17 @@ def closed(operated: OperatorCluster) -> list[str]:
 
 
 def test_a_fleet_at_work_with_a_cluster_policy(operated: OperatorCluster, tmp_path: Path) -> None:
-    """12 nodes at 85 % load. One is cordoned by hand before, another in the middle; the API server is restarted."""
+    """12 nodes at 85 % load. One is cordoned by hand before, the canary after it; the API server is restarted."""
     names = operated.begin(12)
     by_hand = names[3]
     policy = operated.api.get(f"{POLICIES}/cluster-policy")["spec"]["driver"]["upgradePolicy"]
     run = Operated(operated, tmp_path)
     run.load(0.85)
     operated.cordon(by_hand)
-    playing = run.fleet.begin("upgrade", **run.variables)
+    playing = run.fleet.begin("upgrade", gpu_max_unavailable=4, **run.variables)
     until("the canary is there", lambda: NEW in run.loaded().values(), 240)
-    late = next(name for name in reversed(names) if operated.loaded(name) == OLD and name != by_hand)
+    late = next(name for name, version in run.loaded().items() if version == NEW)
+    until("the canary is in service again", lambda: late not in closed(operated), 240)
     operated.cordon(late)
     until("a batch is under way", lambda: sum(v == NEW for v in run.loaded().values()) > 2, 240)
     operated.lab("kill", "kube-apiserver")
