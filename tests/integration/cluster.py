@@ -28,6 +28,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base im
 )
 
 Object = dict[str, Any]
+TTL = "node.alpha.kubernetes.io/ttl"
 WAIT_SECONDS = 30.0
 
 
@@ -62,8 +63,13 @@ class Cluster:
             item["metadata"]["labels"] |= self.selector | (labels or {})
         lab_program.add_nodes(self.api, made)
         for name in names:
-            until(f"{name} takes work", lambda name=name: not self.node(name)["spec"].get("taints"))
+            until(f"{name} takes work", lambda name=name: self._settled(self.node(name)))
         return names
+
+    @staticmethod
+    def _settled(node: Object) -> bool:
+        """Whether the controllers have written what they write on a new node, each at a time of its own."""
+        return not node["spec"].get("taints") and TTL in node["metadata"].get("annotations", {})
 
     def node(self, name: str) -> Object:
         return self.api.get(f"/api/v1/nodes/{name}")
