@@ -15,8 +15,9 @@ class FilterModule:
         return {
             "grouped": account.grouped,
             "reasons": account.reasons,
-            "misspelt": account.misspelt,
             "next_steps": account.next_steps,
+            "upgrade_lines": account.upgrade_lines,
+            "return_lines": account.return_lines,
             "work_lines": account.work_lines,
             "durations": account.durations,
             "timeline": account.timeline,

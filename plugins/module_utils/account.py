@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from difflib import get_close_matches
 from typing import Any
 
 NAMES_SHOWN = 4
@@ -76,14 +75,6 @@ def _folded(messages: Sequence[str]) -> str:
     return f"{', '.join(' '.join(each[:-same]) for each in words)} {' '.join(words[0][-same:])}"
 
 
-def misspelt(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Of ``names``, those that are not known but nearly so: ``gpu_canery (did you mean gpu_canary?)``."""
-    right = sorted(known)
-    unknown = sorted(set(names) - set(right))
-    near = ((name, get_close_matches(name, right, 1, 0.85)) for name in unknown)
-    return [f"{name} (did you mean {close[0]}?)" for name, close in near if close]
-
-
 _MEND = ("refused", "rolled back", "skipped")
 _LOOK = ("quarantined",)
 _BRING_UP = ("lost",)
@@ -124,6 +115,80 @@ def next_steps(
         first = "when that is done, " if steps else ""
         steps.append({"say": f"{first}go on with the other {len(waiting)}", "command": typed(playbook, ())})
     return steps
+
+
+def upgrade_lines(
+    nodes: Iterable[Mapping[str, Any]],
+    hostvars: Mapping[str, Mapping[str, Any]],
+    plan: Mapping[str, Any],
+    target: str,
+    only_canary: bool = False,
+) -> list[dict[str, Any]]:
+    """What became of every node of an upgrade: ``name``, ``batch``, driver ``before`` and ``after`` (``?`` if nobody
+    knows), ``outcome``, ``reason``, ``next``, and the ``journal`` of its run.
+
+    :param nodes: what was found of each before (``gpu_node``)
+    :param hostvars: by node, with ``gpu_outcome`` and ``gpu_gate`` where there are any
+    :param only_canary: the other nodes were left for later on purpose
+    """
+    nodes = list(nodes)
+    batch_of = {node: batch["name"] for batch in plan["batches"] for node in batch["nodes"]}
+    skipped = {one["node"]: one["reason"] for one in plan["skipped"]}
+    gates = [hostvars[node["name"]].get("gpu_gate") or {} for node in nodes]
+    closed = [gate["reasons"] for gate in gates if not gate.get("open", True)]
+    stopped = f"no further batch started: {'; '.join(closed[0])}" if closed else ""
+    out = []
+    for node in nodes:
+        name = node["name"]
+        known = hostvars[name].get("gpu_outcome") or {}
+        if node["already"]:
+            otherwise, reason = "already", ""
+        elif name in skipped:
+            otherwise, reason = "skipped", skipped[name]
+        else:
+            otherwise, reason = (
+                "left for later" if only_canary and name not in plan["canary"] else "not started",
+                stopped,
+            )
+        outcome = known.get("name", otherwise)
+        after = "?"
+        if outcome == "upgraded" or node["already"]:
+            after = target
+        elif outcome not in ("lost", "quarantined"):
+            after = node["loaded"]
+        line = {"name": name, "batch": batch_of.get(name, "-"), "before": _before(node), "after": after}
+        about = {"outcome": outcome, "reason": known.get("reason", reason), "next": known.get("next", "")}
+        out.append(_told({**line, **about}, hostvars[name]))
+    return out
+
+
+def return_lines(nodes: Iterable[Mapping[str, Any]], hostvars: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What became of nodes that were to go back to their former driver; each line as of :func:`upgrade_lines`."""
+    out = []
+    for node in nodes:
+        known = hostvars[node["name"]].get("gpu_outcome") or {"name": "not started"}
+        after = {
+            "rolled_back": node["run"].get("previous", ""),
+            "refused": node["loaded"],
+            "not started": node["loaded"],
+        }
+        line = {"name": node["name"], "batch": "-", "before": _before(node), "after": after.get(known["name"], "?")}
+        good = known["name"] == "rolled_back"
+        about = {key: "" if good else known.get(key, "") for key in ("reason", "next")}
+        out.append(_told({**line, "outcome": known["name"], **about}, hostvars[node["name"]]))
+    return out
+
+
+def _before(node: Mapping[str, Any]) -> str:
+    return node["loaded"] or node["installed"]
+
+
+def _told(line: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    journal: Mapping[str, Any] = {}
+    for register in ("__uncordon_closed", "__quarantine_journal"):
+        journal = journal or (known.get(register) or {}).get("journal") or {}
+    kept = {key: journal[key] for key in ("run", "steps", "outcome") if key in journal}
+    return {**line, "outcome": line["outcome"].replace("_", " "), "journal": kept}
 
 
 def work_lines(nodes: Iterable[Mapping[str, Any]]) -> list[str]:

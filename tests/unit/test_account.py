@@ -66,14 +66,6 @@ def test_reasons(findings: list[dict[str, Any]], expected: str) -> None:
     assert account.reasons(findings) == expected
 
 
-def test_misspelt_settings_are_found_and_names_of_others_are_not() -> None:
-    known = ["gpu_canary", "gpu_max_failed", "gpu_hosts"]
-    assert account.misspelt(["gpu_canery", "gpu_hosts", "gpu_model", "gpu_max_faild"], known) == [
-        "gpu_canery (did you mean gpu_canary?)",
-        "gpu_max_faild (did you mean gpu_max_failed?)",
-    ]
-
-
 def lines(**outcomes: str) -> list[dict[str, str]]:
     return [{"name": name.replace("_", "-"), "outcome": outcome} for name, outcome in outcomes.items()]
 
@@ -261,3 +253,84 @@ def test_nodes_beside_each_other() -> None:
 )
 def test_lasted(seconds: float, expected: str) -> None:
     assert account.lasted(seconds) == expected
+
+
+PLAN = {
+    "canary": ["g1"],
+    "batches": [{"name": "canary", "nodes": ["g1"]}, {"name": "batch 1", "nodes": ["g2", "g3"]}],
+    "skipped": [{"node": "g4", "reason": "opted out"}],
+}
+
+
+def found(name: str, already: bool = False, **run: str) -> dict[str, Any]:
+    return {"name": name, "loaded": "" if name == "g3" else "1", "installed": "1", "already": already, "run": run}
+
+
+def rows(lines: list[dict[str, Any]]) -> list[str]:
+    keys = ("name", "batch", "before", "after", "outcome", "reason", "next")
+    return [" | ".join(line[key] for key in keys) for line in lines]
+
+
+WELL = {"gpu_outcome": {"name": "upgraded", "reason": "", "next": ""}}
+CLOSED = {"gpu_gate": {"open": False, "reasons": ["1 node failed", "the window ends"]}}
+
+
+@pytest.mark.parametrize(
+    ("known", "only_canary", "expected"),
+    [
+        (
+            {"g1": WELL},
+            True,
+            [
+                "g1 | canary | 1 | 2 | upgraded |  | ",
+                "g2 | batch 1 | 1 | 1 | left for later |  | ",
+                "g3 | batch 1 | 1 |  | left for later |  | ",
+                "g4 | - | 1 | 1 | skipped | opted out | ",
+                "g5 | - | 1 | 2 | already |  | ",
+            ],
+        ),
+        (
+            {
+                "g1": {"gpu_outcome": {"name": "rolled_back", "reason": "no load", "next": "mend"}},
+                "g2": CLOSED,
+                "g4": {"gpu_outcome": {"name": "lost", "reason": "away", "next": "recover"}},
+            },
+            False,
+            [
+                "g1 | canary | 1 | 1 | rolled back | no load | mend",
+                "g2 | batch 1 | 1 | 1 | not started | no further batch started: 1 node failed; the window ends | ",
+                "g3 | batch 1 | 1 |  | not started | no further batch started: 1 node failed; the window ends | ",
+                "g4 | - | 1 | ? | lost | away | recover",
+                "g5 | - | 1 | 2 | already |  | ",
+            ],
+        ),
+    ],
+)
+def test_upgrade_lines(known: dict[str, Any], only_canary: bool, expected: list[str]) -> None:
+    nodes = [found("g1"), found("g2"), found("g3"), found("g4"), found("g5", already=True)]
+    hostvars = {node["name"]: known.get(node["name"], {}) for node in nodes}
+    assert rows(account.upgrade_lines(nodes, hostvars, PLAN, "2", only_canary)) == expected
+
+
+def test_return_lines() -> None:
+    nodes = [found(name, previous="0") for name in ("g1", "g2", "g4", "g5")]
+    hostvars: dict[str, dict[str, Any]] = {
+        "g1": {"gpu_outcome": {"name": "rolled_back", "reason": "undone", "next": "mend"}},
+        "g2": {"gpu_outcome": {"name": "refused", "reason": "no packages", "next": "mend"}},
+        "g4": {},
+        "g5": {"gpu_outcome": {"name": "quarantined", "reason": "no load", "next": "look"}},
+    }
+    assert rows(account.return_lines(nodes, hostvars)) == [
+        "g1 | - | 1 | 0 | rolled back |  | ",
+        "g2 | - | 1 | 1 | refused | no packages | mend",
+        "g4 | - | 1 | 1 | not started |  | ",
+        "g5 | - | 1 | ? | quarantined | no load | look",
+    ]
+
+
+def test_a_line_has_the_journal_of_its_run_and_nothing_else_of_it() -> None:
+    journal = {"run": {"id": "r"}, "steps": [], "outcome": {}, "before": {"secret": 1}, "schema": 1}
+    kept = {"run": {"id": "r"}, "steps": [], "outcome": {}}
+    for known in ({"__uncordon_closed": {"journal": journal}}, {"__quarantine_journal": {"journal": journal}}):
+        (line,) = account.upgrade_lines([found("g1")], {"g1": known}, PLAN, "2")
+        assert line["journal"] == kept

@@ -1,0 +1,57 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What may be set for a run, and what is wrong with what is set.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+_OF_TYPE = ("type", "elements", "choices", "options", "required_one_of")
+"""What of an option is checked before anything is touched; whether it is required is for its role to say."""
+
+_PLAIN = re.compile(r"\w[\w.:-]*\Z")
+
+
+def of_roles(specs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The settings of all roles as one argument spec, from the content of their ``meta/argument_specs.yml``."""
+    return {
+        name: {key: option[key] for key in _OF_TYPE if key in option}
+        for spec in specs
+        for name, option in spec["argument_specs"]["main"]["options"].items()
+    }
+
+
+def senseless(values: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], node: str) -> list[str]:
+    """What has the right type and yet no sense, a sentence each.
+
+    :param values: what is set for ``node``; a setting that is not set is left out
+    :param settings: the argument spec they were held against
+    """
+    found = []
+    if not _PLAIN.match(node):
+        found.append(
+            f"the inventory calls it '{node}', which a command line would misread; "
+            f"expected letters, digits, _ . : and -, not - at the beginning"
+        )
+    for name, option in settings.items():
+        if option.get("type") in ("int", "float") and float(values.get(name) or 0) < 0:
+            found.append(f"{name} is {values[name]}, expected 0 or more")
+    directory = str(values.get("gpu_state_dir", "/"))
+    if not directory.startswith("/"):
+        found.append(f"gpu_state_dir is '{directory}', expected an absolute path")
+    return found
+
+
+def misspelt(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Of ``names``, those that are not known but nearly so: ``gpu_canery (did you mean gpu_canary?)``."""
+    right = sorted(known)
+    unknown = sorted(set(names) - set(right))
+    near = ((name, get_close_matches(name, right, 1, 0.85)) for name in unknown)
+    return [f"{name} (did you mean {close[0]}?)" for name, close in near if close]
