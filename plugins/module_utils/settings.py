@@ -28,11 +28,11 @@ def of_roles(specs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def senseless(values: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], node: str) -> list[str]:
+def senseless(numbers: Mapping[str, Any], state_dir: str, node: str) -> list[str]:
     """What has the right type and yet no sense, a sentence each.
 
-    :param values: what is set for ``node``; a setting that is not set is left out
-    :param settings: the argument spec they were held against
+    :param numbers: the settings that are counts or seconds, by name; empty if one is not set
+    :param node: the name the inventory has for the node
     """
     found = []
     if not _PLAIN.match(node):
@@ -40,12 +40,9 @@ def senseless(values: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any
             f"the inventory calls it '{node}', which a command line would misread; "
             f"expected letters, digits, _ . : and -, not - at the beginning"
         )
-    for name, option in settings.items():
-        if option.get("type") in ("int", "float") and float(values.get(name) or 0) < 0:
-            found.append(f"{name} is {values[name]}, expected 0 or more")
-    directory = str(values.get("gpu_state_dir", "/"))
-    if not directory.startswith("/"):
-        found.append(f"gpu_state_dir is '{directory}', expected an absolute path")
+    found += [f"{name} is {value}, expected 0 or more" for name, value in numbers.items() if float(value or 0) < 0]
+    if not state_dir.startswith("/"):
+        found.append(f"gpu_state_dir is '{state_dir}', expected an absolute path")
     return found
 
 

@@ -12,7 +12,6 @@ import yaml
 from ansible_collections.gpufleet.driver.plugins.module_utils import settings
 
 ROLES = Path(__file__).resolve().parents[2] / "roles"
-SPEC = {"gpu_lock_ttl": {"type": "int"}, "gpu_batch_seconds": {"type": "float"}, "gpu_state_dir": {"type": "path"}}
 
 
 def test_settings_of_roles_are_their_options_without_defaults() -> None:
@@ -23,28 +22,28 @@ def test_settings_of_roles_are_their_options_without_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("numbers", "state_dir", "expected"),
     [
-        ({}, []),
-        ({"gpu_lock_ttl": None}, []),
-        ({"gpu_lock_ttl": 0, "gpu_batch_seconds": "1.5", "gpu_state_dir": "/var"}, []),
-        ({"gpu_lock_ttl": "-1"}, ["gpu_lock_ttl is -1, expected 0 or more"]),
-        ({"gpu_batch_seconds": -0.5}, ["gpu_batch_seconds is -0.5, expected 0 or more"]),
-        ({"gpu_state_dir": "var"}, ["gpu_state_dir is 'var', expected an absolute path"]),
+        ({}, "/", []),
+        ({"gpu_lock_ttl": ""}, "/", []),
+        ({"gpu_lock_ttl": 0, "gpu_batch_seconds": "1.5"}, "/var", []),
+        ({"gpu_lock_ttl": "-1"}, "/", ["gpu_lock_ttl is -1, expected 0 or more"]),
+        ({"gpu_batch_seconds": -0.5}, "/", ["gpu_batch_seconds is -0.5, expected 0 or more"]),
+        ({}, "var", ["gpu_state_dir is 'var', expected an absolute path"]),
     ],
 )
-def test_senseless_settings(values: dict[str, Any], expected: list[str]) -> None:
-    assert settings.senseless(values, SPEC, "gpu-1") == expected
+def test_senseless_settings(numbers: dict[str, Any], state_dir: str, expected: list[str]) -> None:
+    assert settings.senseless(numbers, state_dir, "gpu-1") == expected
 
 
 @pytest.mark.parametrize("node", ["gpu-1", "10.0.0.1", "fd00::1", "GPU_1.example"])
 def test_names_that_a_command_line_takes(node: str) -> None:
-    assert settings.senseless({}, SPEC, node) == []
+    assert settings.senseless({}, "/", node) == []
 
 
 @pytest.mark.parametrize("node", ["-gpu", "gpu 1", "gpu;1", "", "gpu-1\n"])
 def test_names_that_a_command_line_would_misread(node: str) -> None:
-    (said,) = settings.senseless({}, SPEC, node)
+    (said,) = settings.senseless({}, "/", node)
     assert f"the inventory calls it '{node}'" in said
 
 
