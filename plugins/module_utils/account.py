@@ -30,20 +30,21 @@ def named(names: Sequence[str], shown: int = NAMES_SHOWN) -> str:
 
 
 def grouped(nodes: Iterable[Mapping[str, Any]], field: str = "reason") -> list[dict[str, Any]]:
-    """Nodes by what is said of them in ``field``, the largest group first; a node of which nothing is said is left out.
+    """Nodes by what is said of them in ``field``, the largest group first; a node of which nothing is said is left out,
+    and one whose field is a list of texts is in a group for each.
 
     Each group has its ``nodes``, the ``reason`` in the words of the first, and ``text``: ``3 nodes (a, b, c): reason``.
     Reasons that differ only in the node's name, process ids, times and durations are one.
     """
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
     for node in nodes:
-        if node.get(field):
-            alike = str(node[field]).replace(str(node["name"]), "*")
-            groups.setdefault(_VARYING.sub("*", alike), []).append(node)
+        name, content = str(node["name"]), node.get(field) or ()
+        for text in (content,) if isinstance(content, str) else content:
+            groups.setdefault(_VARYING.sub("*", str(text).replace(name, "*")), []).append((name, str(text)))
     out = []
     for members in sorted(groups.values(), key=len, reverse=True):
-        names = [str(node["name"]) for node in members]
-        said = list(dict.fromkeys(str(node[field]) for node in members))
+        names = [name for name, dummy in members]
+        said = list(dict.fromkeys(text for dummy, text in members))
         who = names[0] if len(names) == 1 else f"{len(names)} nodes ({named(names)})"
         example = f"for example of {names[0]}: " if len(said) > 1 else ""
         out.append({"nodes": names, "reason": said[0], "text": f"{who}: {example}{said[0]}"})

@@ -37,6 +37,11 @@ def test_one_reason_is_said_once_for_all_its_nodes() -> None:
     )
     assert second["text"] == "2 nodes (gpu-9, gpu-7): package x is held"
     assert account.grouped([held])[0]["text"] == "gpu-7: package x is held"
+    warned = [{"name": "gpu-1", "warnings": ["warm", "old"]}, {"name": "gpu-2", "warnings": ["old"]}, {"name": "gpu-3"}]
+    assert [group["text"] for group in account.grouped(warned, "warnings")] == [
+        "2 nodes (gpu-1, gpu-2): old",
+        "gpu-1: warm",
+    ]
     assert account.grouped([]) == []
 
 
