@@ -237,9 +237,11 @@ def test_a_process_nobody_declared_is_named_and_nothing_is_killed(fleet: Fleet) 
 def test_stop_file_window_and_limit(fleet: Fleet, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     stop.touch()
+    fleet.vary("gpu-3", gpu_canery=2)
     played = fleet.play("upgrade", gpu_driver_version=NEW, gpu_stop_file=str(stop), gpu_not_after=1, **BATCHES)
     assert played.rc != 0 and set(played.outcomes.values()) == {"not started"}
     assert str(stop) in played.output and "maintenance window" in played.output
+    assert "without effect is gpu_canery (did you mean gpu_canary?)" in played.output
     limited = fleet.play("upgrade", "--limit", "gpu-1", gpu_driver_version=NEW)
     assert limited.rc != 0 and "-e gpu_hosts=gpu-1" in limited.output
     typing = {
