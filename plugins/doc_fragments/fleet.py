@@ -98,6 +98,13 @@ options:
             NVLink domain and node pool are known by the usual labels without.
         type: dict
         default: {}
+      holders:
+        description:
+          - For O(scheduler=kubernetes). Ids of pods that use a GPU whatever their specification says, because their
+            node found a device open in one of their processes. The roles fill it in where nodes are reached over SSH.
+        type: list
+        elements: str
+        default: []
       pause_annotations:
         description:
           - For O(scheduler=kubernetes). Annotations that a node carries while it is out of service, for autoscalers and

@@ -23,7 +23,7 @@ options:
     description:
       - What the nodes said of themselves, as the fact C(gpu_node) that the role C(gpufleet.driver.preflight) sets. Read
         are C(name), C(loaded), C(installed), C(gpus) (the names of the models, one for each GPU), C(domain),
-        C(unfinished) and C(skip) (why the node is to be left out).
+        C(unfinished), C(skip) (why the node is to be left out) and C(pods) (ids of pods that have a GPU open there).
       - Where it is given, a node of the scheduler that is not in it is left out of the upgrade, and so is a host that
         the scheduler does not know.
     type: list
@@ -77,6 +77,8 @@ def main() -> None:
     nameless = [host for host in p["hosts"] if not host.get("name")]
     if nameless:
         module.fail_json(msg=f"an entry of hosts has no name: {nameless[0]}")
+    options = p["scheduler_options"]
+    options["holders"] = [*options["holders"], *(str(uid) for host in p["hosts"] for uid in host.get("pods") or ())]
     try:
         seen = registry.get(p, execution.run).snapshot([str(host["name"]) for host in p["hosts"]])
         snapshot = fleet.dump(with_host_facts(seen, p["hosts"], p["scheduler"]))

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TOP = Path(__file__).resolve().parents[2]
 LAB = TOP / "tests/lab/kubernetes"
 sys.path.insert(0, str(LAB))
@@ -42,6 +44,15 @@ def until(what: str, holds: Callable[[], Any], seconds: float = WAIT_SECONDS) ->
         if time.monotonic() > end:
             raise AssertionError(f"not within {seconds:.0f} s: {what}")
         time.sleep(0.05)
+
+
+def skip_without_control_plane() -> None:
+    """Skip the test where there is none and nothing to build one with; one that does not build is an error."""
+    found = subprocess.run([str(LAB / "lab"), "build"], capture_output=True, text=True, timeout=4000, check=False)
+    if found.returncode == lab_program.MISSING:
+        pytest.skip(found.stderr.strip())
+    if found.returncode:
+        pytest.fail(found.stderr.strip())
 
 
 class Cluster:

@@ -208,6 +208,7 @@ def connect(options: Mapping[str, Any]) -> Kubernetes:
         ignore=options["ignore"],
         expressions=options["fact_expressions"],
         domains=options["domain_labels"],
+        holders=options["holders"],
     )
     pod = ValidationPod(
         options["validation_image"],

@@ -96,7 +96,7 @@ class Evacuation:
         self._clock = clock
         self._steering = steering
         self._budgets = objects.Budgets(())
-        self._claimed: frozenset[str] = frozenset()
+        self._known: dict[str, str] = {}  # uid → how a pod uses a GPU, where others than it say so
         self._not_before: dict[str, float] = {}  # uid → when its eviction is tried again
         self._refused: dict[str, str] = {}  # uid → what the server said last
         self._evicted: set[str] = set()
@@ -109,7 +109,7 @@ class Evacuation:
             self._api.items, ["/apis/policy/v1/poddisruptionbudgets", "/apis/resource.k8s.io/v1/resourceclaims"]
         )
         self._budgets = objects.Budgets(budgets)
-        self._claimed = frozenset(objects.claim_holders(claims))
+        self._known = objects.known_users(objects.claim_holders(claims), self._rules.holders)
         pause = FIRST_POLL_SECONDS
         while True:
             evicted = len(self._evicted)
@@ -134,7 +134,7 @@ class Evacuation:
             if objects.is_over(pod):
                 continue
             owner = objects.owner_of(pod)
-            use = objects.gpu_use(pod, self._claimed)
+            use = objects.gpu_use(pod, self._known)
             if objects.is_driver(pod) or (operator_owns and objects.is_operand(pod)) or self._rules.ignores(pod, owner):
                 use = None
             sure = use is not None and not use.startswith(objects.MAY_USE)
@@ -218,7 +218,7 @@ class Evacuation:
                 continue
             if not rest.by_taint or objects.bears(pod, objects.OFF):
                 return (
-                    f"{objects.pod_name(pod)} {objects.gpu_use(pod, self._claimed)} and belongs to a DaemonSet that "
+                    f"{objects.pod_name(pod)} {objects.gpu_use(pod, self._known)} and belongs to a DaemonSet that "
                     f"cannot be taken off one node; give its template a node selector of its own, such as "
                     f"{objects.PREFIX}gpu-clients: 'true', and its nodes that label; or set taint_daemonsets, or "
                     "list it in ignore"

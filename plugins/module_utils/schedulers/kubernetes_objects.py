@@ -164,10 +164,13 @@ def containers_of(spec: Object) -> Iterator[Object]:
         yield from spec.get(kind) or ()
 
 
-def gpu_use(pod: Object, claims: frozenset[str] = frozenset()) -> str | None:
+CLAIMS, HOLDS = "holds a resource claim of NVIDIA's DRA driver", "has a GPU open, as its node says"
+
+
+def gpu_use(pod: Object, known: Mapping[str, str] | None = None) -> str | None:
     """How a pod gets at GPUs, in words, or None. Also the pods that never asked the scheduler for one.
 
-    :param claims: uids of the pods for which DRA has allocated a device of NVIDIA's drivers.
+    :param known: what others than the pod say of it (see :func:`known_users`), by uid.
     """
     spec = pod["spec"]
     for container in containers_of(spec):
@@ -177,8 +180,9 @@ def gpu_use(pod: Object, claims: frozenset[str] = frozenset()) -> str | None:
                 for name in given.get(part) or ():
                     if is_gpu_resource(name):
                         return f"requests {name}"
-    if pod["metadata"].get("uid") in claims:
-        return "holds a resource claim of NVIDIA's DRA driver"
+    said = (known or {}).get(pod["metadata"].get("uid", ""))
+    if said:
+        return said
     runtime = spec.get("runtimeClassName") or ""
     if runtime.startswith("nvidia"):
         return f"runs under runtime class {runtime}"
@@ -207,6 +211,12 @@ def gpu_use(pod: Object, claims: frozenset[str] = frozenset()) -> str | None:
 
 MAY_USE = "is privileged and mounts"
 """How :func:`gpu_use` begins for a pod that could use a GPU but gives no sign that it does."""
+
+
+def known_users(claims: Iterable[str], holders: Iterable[str]) -> dict[str, str]:
+    """Pods that use a GPU by what others than they themselves say, by uid: ``claims`` are those of DRA, ``holders``
+    those that nodes found with a device open."""
+    return {**dict.fromkeys(holders, HOLDS), **dict.fromkeys(claims, CLAIMS)}
 
 
 def claim_holders(claims: Iterable[Object]) -> dict[str, int]:
@@ -354,7 +364,7 @@ class Rules:
     """What the user allows. ``unmanaged``: evict pods that nobody makes anew. ``local_data``: evict pods that keep
     files in an emptyDir on disk. ``taint``: take DaemonSets without a label of their own off by a taint. ``ignore``:
     patterns of owners (``namespace/Kind/name``) that use no GPU, whatever they look like. ``expressions``: fact →
-    JMESPath over a pod. ``domains``: kind → node label."""
+    JMESPath over a pod. ``domains``: kind → node label. ``holders``: uids of pods that nodes found with a GPU open."""
 
     unmanaged: bool = False
     local_data: bool = False
@@ -362,6 +372,7 @@ class Rules:
     ignore: Sequence[str] = ()
     expressions: Mapping[str, str] = field(default_factory=dict)
     domains: Mapping[str, str] = field(default_factory=dict)
+    holders: Sequence[str] = ()
 
     def ignores(self, pod: Object, owner: Owner) -> bool:
         name = f"{pod['metadata']['namespace']}/{owner.kind}/{owner.name}"

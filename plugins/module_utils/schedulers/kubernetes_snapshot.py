@@ -76,7 +76,7 @@ class _Fleet:
         self.rules = rules
         self.now = now
         self.holders = objects.claim_holders(cluster.claims)
-        self.claimed = frozenset(self.holders)
+        self.users = objects.known_users(self.holders, rules.holders)
         self.budgets = objects.Budgets(cluster.budgets)
         self.slices = objects.slices_of(cluster.slices)
         self.known = {node["metadata"]["name"]: node for node in cluster.nodes if _has_gpus(node, self.slices)}
@@ -114,7 +114,7 @@ class _Fleet:
             started = objects.driver_started(pod)
             if started is not None:
                 self.started[node] = max(started, self.started.get(node, 0.0))
-        use = objects.gpu_use(pod, self.claimed)
+        use = objects.gpu_use(pod, self.users)
         if use is None or objects.is_operand(pod):
             return
         owner = objects.owner_of(pod)

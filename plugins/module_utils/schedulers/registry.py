@@ -43,6 +43,7 @@ ARGUMENTS: dict[str, Any] = {
             "ignore": {"type": "list", "elements": "str", "default": []},
             "fact_expressions": {"type": "dict", "default": {}},
             "domain_labels": {"type": "dict", "default": {}},
+            "holders": {"type": "list", "elements": "str", "default": []},
             "pause_annotations": {"type": "dict", "default": dict(PAUSE_ANNOTATIONS)},
             "validation_image": {"type": "str", "default": VALIDATION_IMAGE},
             "validation_command": {"type": "list", "elements": "str", "default": []},

@@ -15,15 +15,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cluster import LAB, Cluster, until
+from cluster import LAB, Cluster, skip_without_control_plane, until
 from operator_cluster import OperatorCluster
 
 
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    found = subprocess.run([str(LAB / "lab"), "build"], capture_output=True, text=True, timeout=4000, check=False)
-    if found.returncode:
-        pytest.skip(found.stderr.strip())
+    skip_without_control_plane()
     state = tmp_path_factory.mktemp("kubernetes")
     subprocess.run([str(LAB / "lab"), "up", "--nodes", "0", "--state", str(state)], check=True, timeout=300)
     yield state

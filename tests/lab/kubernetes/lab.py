@@ -31,6 +31,8 @@ from api import MERGE, Api, ApiError  # noqa: E402
 
 READY_SECONDS = 180
 STOP_SECONDS = 20
+MISSING = 3
+"""Exit status where there is no control plane to be had: tests are skipped for that, and for nothing else."""
 KUBELETS = "kubelets"
 PARTS = (*parts.NAMES, KUBELETS)
 PLAY_KUBELETS = [sys.executable, str(HERE / "kubelets.py")]
@@ -457,7 +459,10 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (LabError, parts.Missing) as error:
+    except parts.Missing as error:
+        print(f"lab: {error}", file=sys.stderr)
+        sys.exit(MISSING)
+    except (LabError, parts.Broken) as error:
         print(f"lab: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -3,7 +3,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Pods as real processes on the machines of the hosts lab: they hold the device files of the GPUs they asked for.
 
-Each is a transient unit in the slice a kubelet would put it in. A pod that is to end (restart policy Never) runs its
+Each is a transient unit in the slice a kubelet would put it in. One annotated ``lab.gpufleet/opens: "3"`` holds
+/dev/nvidia3 without having asked for it. A pod that is to end (restart policy Never) runs its
 command there, in the machine's own root, and ends as it ends; any other just stays and holds its devices.
 """
 
@@ -32,7 +33,10 @@ class Machines:
 
     def start(self, pod: Object) -> None:
         uid, node = pod["metadata"]["uid"], pod["spec"]["nodeName"]
-        gpus = self._take(uid, node, gpus_of(pod))
+        gpus = list(self._take(uid, node, gpus_of(pod)))
+        stolen = pod["metadata"].get("annotations", {}).get("lab.gpufleet/opens")
+        if stolen is not None:
+            gpus.append(int(stolen))
         redirections = " ".join(f"{number + 3}<>/dev/nvidia{gpu}" for number, gpu in enumerate(gpus))
         holds = f"exec {redirections}; " if redirections else ""
         self._exec(node, *self._unit(uid), "bash", "-c", f"{holds}exec sleep infinity")

@@ -26,13 +26,24 @@ Parts = dict[str, list[str]]
 
 
 class Missing(Exception):
-    """There is no control plane and none can be built; the text says why and what would enable it."""
+    """There is no control plane, and nothing to build one with: no Go, no network. The text says what helps."""
+
+
+class Broken(Exception):
+    """There should be a control plane, and there is none: a build that fails, a setting that is wrong."""
+
+
+_NO_NETWORK = re.compile(
+    r"dial tcp|no such host|i/o timeout|TLS handshake timeout|network is unreachable|proxyconnect|connection reset"
+)
+_NO_GO = re.compile(r"requires go >= |toolchain not available")
 
 
 def find() -> Parts:
     """The parts in $KUBEBUILDER_ASSETS and on PATH, or those of our own program, which is built if need be.
 
-    :raises Missing: if there are none.
+    :raises Missing: if there are none, and nothing to build them with.
+    :raises Broken: if there should be.
     """
     assets = os.environ.get("KUBEBUILDER_ASSETS")
     if assets:
@@ -40,7 +51,7 @@ def find() -> Parts:
         found = {name: shutil.which(name, path=path) for name in NAMES}
         absent = [name for name, program in found.items() if program is None]
         if absent:
-            raise Missing(f"KUBEBUILDER_ASSETS is {assets}, but there and on PATH is no {' and no '.join(absent)}")
+            raise Broken(f"KUBEBUILDER_ASSETS is {assets}, but there and on PATH is no {' and no '.join(absent)}")
         return {name: [str(program)] for name, program in found.items()}
     program = _built()
     return {name: [str(program), name] for name in NAMES}
@@ -65,11 +76,11 @@ def _built() -> Path:
             return directory / "control-plane"
         free = shutil.disk_usage(CACHE).free >> 30
         if free < NEEDED_GIB:
-            raise Missing(f"building a control plane takes {NEEDED_GIB} GiB in {CACHE}, of which {free} are free")
+            raise Broken(f"building a control plane takes {NEEDED_GIB} GiB in {CACHE}, of which {free} are free")
         work = CACHE / "kubernetes.work"  # kept if the build breaks off, so that the next one goes on from there
         release = re.search(r"k8s\.io/kubernetes (v(\d+)\.(\d+)\.\d+)", (SOURCE / "go.mod").read_text())
         if release is None:
-            raise Missing(f"{SOURCE / 'go.mod'} names no release of k8s.io/kubernetes")
+            raise Broken(f"{SOURCE / 'go.mod'} names no release of k8s.io/kubernetes")
         names = dict(zip(("gitVersion", "gitMajor", "gitMinor"), release.groups()))
         flags = ["-s", "-w", *(f"-X k8s.io/component-base/version.{name}={value}" for name, value in names.items())]
         print(f"lab: building Kubernetes {release[1]} (10 to 20 minutes of two cores, once)", flush=True)
@@ -92,11 +103,14 @@ def _built() -> Path:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise Missing(
+            raise Broken(
                 f"the control plane was not built within {BUILD_SECONDS} s; run it again, it goes on"
             ) from None
         if done.returncode:
-            raise Missing(f"the control plane could not be built: {done.stderr.strip()[-1500:]}")
+            said = done.stderr.strip()[-1500:]
+            if _NO_GO.search(said) or _NO_NETWORK.search(said):
+                raise Missing(f"no kube-apiserver, and none can be built without Go 1.26 and a network: {said}")
+            raise Broken(f"the control plane could not be built: {said}")
         part.rename(directory / "control-plane")
         shutil.rmtree(work)
         return directory / "control-plane"

@@ -103,10 +103,11 @@ def test_what_a_pod_holds(spec: Any, expected: Any) -> None:
         (pod(containers=[container(image="nvcr.io/nvidia/k8s-device-plugin:v0.17.0")]), "is k8s-device-plugin"),
         (pod(containers=[container(image="team/my-k8s-device-plugin:1")]), None),
         (pod(containers=[container()], volumes=[{"name": "v", "hostPath": {"path": "/var/log"}}, {"name": "e"}]), None),
+        (pod("stowaway", containers=[container()]), "has a GPU open, as its node says"),
     ],
 )  # fmt: skip
 def test_how_a_pod_uses_a_gpu_A_OPR_04(made: Any, use: str | None) -> None:
-    assert objects.gpu_use(made, frozenset(["uid-claimer"])) == use
+    assert objects.gpu_use(made, objects.known_users(["uid-claimer"], ["uid-stowaway"])) == use
 
 
 @pytest.mark.parametrize(
