@@ -150,6 +150,13 @@ class Demand:
     duration: float = 0.0
     shortest: float = 0.0
 
+    def and_also(self, other: Demand) -> Demand:
+        """Both, as one queue."""
+        total = self.gpus + other.gpus
+        mean = (self.duration * self.gpus + other.duration * other.gpus) / total if total else 0.0
+        short = min((each for each in (self.shortest, other.shortest) if each), default=0.0)
+        return Demand(total, self.arrivals_per_hour + other.arrivals_per_hour, mean, short)
+
 
 @dataclass(frozen=True)
 class Snapshot:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,14 +25,15 @@ TOP = Path(__file__).resolve().parents[2]
 LAB = TOP / "tests/lab/slurm/lab"
 OLD, NEW = "535.183.01", "550.90.07"
 
-# Counts steps and keeps the number in a file; USR1 makes it write the file, TERM ends it at once.
+# Counts steps and keeps the number in a file; USR1 makes it write the file, TERM ends it at once, a file does so well.
 COUNTER = """\
 #!/bin/bash
+{hold}
 step=$(cat {file} 2>/dev/null || echo 0)
-echo "start $step on $SLURMD_NODENAME" >>{log}
+echo "start $step on $SLURMD_NODENAME$(sed 's/^/ with /' /sys/module/nvidia/version 2>/dev/null)" >>{file}.log
 save() {{ sleep {takes}; echo $step >{file}.part && mv {file}.part {file}; }}
 trap save USR1
-while :; do step=$((step + 1)); echo $step >{now}; sleep 0.2; done
+until [ -e {file}.end ]; do step=$((step + 1)); echo $step >{file}.now; sleep 0.2; done
 """
 
 
@@ -69,6 +72,18 @@ class Cluster:
             os.environ["PATH"] = before
             cluster.lab("down")
 
+    @classmethod
+    @contextmanager
+    def fresh(cls, *flags: str, nodes: int = 4) -> Iterator[Cluster]:
+        """One in a directory of its own: pytest's are closed to the users that Slurm's daemons run as."""
+        state = Path(tempfile.mkdtemp(prefix="gpufleet-slurm-"))
+        state.chmod(0o755)
+        try:
+            with cls.up(state, *flags, nodes=nodes) as cluster:
+                yield cluster
+        finally:
+            shutil.rmtree(state)
+
     def lab(self, command: str, *words: str) -> None:
         subprocess.run([str(LAB), command, "--state", str(self.state), *words], check=True, timeout=120)
 
@@ -99,12 +114,15 @@ class Cluster:
         where = [f"--nodelist={node}"] if node else []
         return self.sh("sbatch", "--parsable", "--output=/dev/null", *where, *flags, str(path), user=user)
 
-    def counter(self, name: str, *flags: str, takes: float = 0, node: str = "", declare: bool = True) -> str:
+    def counter(self, name: str, *flags: str, takes: float = 0, node: str = "", hold: str = "", may: str = "") -> str:
         """A job that saves itself on USR1 and goes on from what it saved."""
-        jobs = self.state / "jobs"
-        script = COUNTER.format(file=jobs / name, log=jobs / f"{name}.log", now=jobs / f"{name}.now", takes=takes)
-        comment = f"gpufleet.signal=USR1 gpufleet.saved={jobs / name}" if declare else ""
+        file = self.state / "jobs" / name
+        script = COUNTER.format(file=file, takes=takes, hold=hold)
+        comment = f"gpufleet.signal=USR1 gpufleet.saved={file}" + (f" gpufleet.may={may}" if may else "")
         return self.submit(script, f"--comment={comment}", "--gres=gpu:1", "--requeue", *flags, node=node)
+
+    def touch(self, name: str) -> None:
+        (self.state / "jobs" / name).touch()
 
     def text(self, name: str) -> str:
         path = self.state / "jobs" / name
@@ -125,6 +143,10 @@ class Cluster:
         """Also of a job that has ended."""
         text = self.sh("scontrol", "-o", "show", "job", number)
         return text.partition("JobState=")[2].split()[0]
+
+    def restarts(self, number: str) -> int:
+        text = self.sh("scontrol", "-o", "show", "job", number)
+        return int(text.partition("Restarts=")[2].split()[0])
 
     # -- nodes
 

@@ -12,12 +12,13 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Durations, Node, Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Demand, Durations, Node, Snapshot
 
 
 class SchedulerError(Exception):
@@ -175,15 +176,22 @@ def with_host_facts(snapshot: Snapshot, hosts: Sequence[Mapping[str, Any]], sche
 
     The kernel's word on the loaded driver and the GPUs counts more than a label. A node that did not answer for itself
     is no node to upgrade, and a host that the scheduler does not know cannot be emptied by it: both are skipped, with
-    the reason. Without ``hosts`` the snapshot is returned as it is.
+    the reason. GPU models go by the hosts' names, also on nodes that are skipped and in the queue. Without ``hosts``
+    the snapshot is returned as it is.
     """
     if not hosts:
         return snapshot
     said = {str(host["name"]): host for host in hosts}
+    told = {node.name: _told(node, said[node.name]) for node in snapshot.nodes if node.name in said}
+    called = _model_names(snapshot.nodes, told)
     nodes = [
-        _told(node, said[node.name])
-        if node.name in said
-        else replace(node, skip=node.skip or "not among the hosts of this run")
+        told[node.name]
+        if node.name in told
+        else replace(
+            node,
+            skip=node.skip or "not among the hosts of this run",
+            gpu_model=_one(called.get(node.gpu_model or "")) or node.gpu_model,
+        )
         for node in snapshot.nodes
     ]
     known = {node.name for node in snapshot.nodes}
@@ -192,7 +200,37 @@ def with_host_facts(snapshot: Snapshot, hosts: Sequence[Mapping[str, Any]], sche
         for name, host in said.items()
         if name not in known
     ]
-    return replace(snapshot, nodes=tuple(nodes), durations=_measured(hosts) or snapshot.durations)
+    return replace(
+        snapshot,
+        nodes=tuple(nodes),
+        durations=_measured(hosts) or snapshot.durations,
+        queue=_queue_by(called, snapshot.queue),
+    )
+
+
+def _model_names(nodes: Sequence[Node], told: Mapping[str, Node]) -> dict[str, Counter[str]]:
+    """What the hosts call each GPU model of the scheduler (an empty name if it has none), with their GPUs."""
+    called: dict[str, Counter[str]] = {}
+    for node in nodes:
+        if node.name in told and (model := told[node.name].gpu_model):
+            called.setdefault(node.gpu_model or "", Counter())[model] += node.gpus or 1
+    return called
+
+
+def _one(names: Counter[str] | None) -> str | None:
+    """The name, if there is no other: a type such as ``a100`` may stand for cards that differ."""
+    return next(iter(names)) if names and len(names) == 1 else None
+
+
+def _queue_by(called: Mapping[str, Counter[str]], queue: Mapping[str, Demand]) -> dict[str, Demand]:
+    """The queue by the hosts' names; what may run on several models waits for the one with most GPUs, and what nobody
+    can tell is left out."""
+    found: dict[str, Demand] = {}
+    for model, demand in queue.items():
+        name = called[model].most_common(1)[0][0] if model in called else model
+        if name:
+            found[name] = found[name].and_also(demand) if name in found else demand
+    return found
 
 
 def _measured(hosts: Sequence[Mapping[str, Any]]) -> Durations | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
-from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Snapshot, uncollected
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import slurm_jobs
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (
     Evacuated,
@@ -40,6 +40,9 @@ QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 """Run on a node to prove it, unless the user names another command; prints the driver's version once a GPU."""
 
 _REASON = re.compile(r"gpufleet: .*\brun=(\S+)")
+_REBOOTED = "Node unexpectedly rebooted"
+"""Slurm's reason for taking down a node that was in service when it learnt of its reboot. One that rebooted while it
+was drained is treated so too, if its slurmd had not been heard of when it was resumed."""
 _POLL = 2.0
 
 
@@ -73,6 +76,7 @@ class Slurm(Scheduler):
         self._clock = clock
         self._jobs = Evacuation(commands, self._set.policy, self._set.notify, clock, look)
 
+    @uncollected()
     def snapshot(self, names: Sequence[str]) -> Snapshot:
         nodes = self._slurm.nodes()
         ours = {name: run for name, node in nodes.items() if (run := _our_run(node))}
@@ -127,6 +131,7 @@ class Slurm(Scheduler):
             if back:
                 self._jobs.keep_off(back)
             broken.update(self._resume(back, self._clock() + self._slurm.timeout))
+            broken.update({name: _unfit(known[name]) for name in before if "INVALID_REG" in known[name].state})
         results = {}
         for name in dict.fromkeys(nodes):
             if name not in known:
@@ -175,6 +180,9 @@ class Slurm(Scheduler):
             waiting = [name for name in names if seen[name].out or seen[name].silent]
             if not waiting:
                 return {}
+            booted = [name for name in waiting if not seen[name].drain and seen[name].reason.startswith(_REBOOTED)]
+            if booted:
+                said = self._slurm.update_nodes(booted, "state=resume")
             if self._clock() >= end or not said.ok:
                 return {
                     name: f"is {'+'.join(sorted(seen[name].state))} after it was resumed ({said.describe()}); "
@@ -229,9 +237,11 @@ class Slurm(Scheduler):
         end = self._clock() + timeout
         known = self._slurm.nodes()
         before = {name: _state(known[name]) for name in nodes if name in known}
-        ours = [name for name, state in before.items() if state.ours]
+        found = [name for name in before if known[name].drain and gpus_missing(known[name].reason)]
+        ours = [name for name, state in before.items() if state.ours or name in found]
         wrong: dict[str, str] = {}
         if not check:
+            self._take_back([name for name in found if "INVALID_REG" not in known[name].state], mark)
             fit, wrong = self._fit(ours, end)
             wrong.update(
                 (name, f"has {gpus[name]} GPUs, and Slurm is configured for {_count(known[name])}; mend gres.conf")
@@ -245,7 +255,7 @@ class Slurm(Scheduler):
                 results[name] = NodeResult(None, None, failed=True, msg=_unknown(name))
                 continue
             state, msg = before[name], f"{name} {wrong[name]}" if name in wrong else ""
-            if not state.ours:
+            if name not in ours:
                 msg = (
                     f"{name} was drained by somebody else ({_why_out(known[name])}), so no job was run there"
                     if state.cordoned
@@ -253,6 +263,12 @@ class Slurm(Scheduler):
                 )
             results[name] = NodeResult(state, state, failed=name in wrong or not state.cordoned, msg=msg)
         return results
+
+    def _take_back(self, names: Sequence[str], mark: Mark) -> None:
+        """Drain in our name again what Slurm has drained in its own, from 24.11 on with another reason than ours: it
+        saw too few GPUs, as it does of a slurmd that started without the driver. It no longer does."""
+        if names:
+            self._slurm.update_nodes(names, "state=drain", f"reason={_reason(mark)}")
 
     def _prove(self, names: Sequence[str], known: Mapping[str, Node], mark: Mark, end: float) -> dict[str, str]:
         """Run a job on each node while a reservation keeps others out, and drain it again; what was wrong."""

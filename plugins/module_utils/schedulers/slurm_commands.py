@@ -73,6 +73,9 @@ class Commands:
     def reservations(self) -> dict[str, slurm_text.Reservation]:
         return slurm_text.reservations(self._read(["scontrol", "-o", "show", "reservation"]))
 
+    def credential_seconds(self) -> int:
+        return slurm_text.credential_seconds(self._read(["scontrol", "show", "config"]))
+
     def change(self, *words: str) -> Completed:
         """Run a command that changes something; if slurmctld was not there, wait for it and try once more.
 

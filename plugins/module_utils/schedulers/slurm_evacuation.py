@@ -29,6 +29,9 @@ POLL = 2.0
 SURE = 2
 """Looks in a row that must find a node idle: for some seconds after slurmctld has started one may be wrong."""
 
+MARGIN = 5
+"""Seconds that a job is kept off a node longer than its credential is good: clocks differ."""
+
 NO_FILE = "none"
 
 
@@ -300,11 +303,17 @@ class Evacuation:
 
     def keep_off(self, names: Collection[str]) -> None:
         """Before ``names`` go back to work: no job in the queue may come to a node that it was taken off just now."""
-        for job in self._slurm.jobs():
-            noted = slurm_jobs.token(job.admin_comment)
-            if noted is None or job.state != "PENDING" or not set(noted.off.split(",")) & set(names):
-                continue
-            left = noted.at + slurm_jobs.CREDENTIAL_SECONDS - int(self._clock())
+        noted = [
+            (job, found)
+            for job in self._slurm.jobs()
+            if job.state == "PENDING" and (found := slurm_jobs.token(job.admin_comment))
+        ]
+        near = [(job, found) for job, found in noted if set(found.off.split(",")) & set(names)]
+        if not near:
+            return
+        good = self._slurm.credential_seconds() + MARGIN
+        for job, found in near:
+            left = found.at + good - int(self._clock())
             if left > 0:
                 self._slurm.change("scontrol", "update", f"jobid={job.id}", f"starttime=now+{left}")
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import lru_cache
 
@@ -30,9 +30,6 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_t
 )
 
 DRIVER_FEATURE = "driver-"
-CREDENTIAL_SECONDS = 125
-"""A node refuses a job that was taken off it less than two minutes ago (cred_expire), and Slurm then ends the job as
-failed. Slurm itself therefore lets a requeued job wait so long."""
 RESERVATION = "gpufleet-"
 _A_YEAR = 365 * 86400.0
 
@@ -285,7 +282,8 @@ def _planned_node(node: Node, closed: str | None, ours: bool, memory: bool) -> f
         cordoned_by = f"Slurm: {'+'.join(sorted(node.state))}" + (f" ({node.reason})" if node.reason else "")
     elif closed:
         cordoned_by = f"reservation {closed}"
-    free = {name: max(0, amount - node.used.get(name, 0)) for name, amount in node.gres.items()}
+    used = node.used
+    free = {name: max(0, amount - used.get(name, 0)) for name, amount in node.gres.items()}
     free["cpu"] = max(0, node.cpus - node.cpus_used) * 1000
     if memory:
         free["memory"] = max(0, node.memory - node.memory_used)
@@ -297,9 +295,14 @@ def _planned_node(node: Node, closed: str | None, ours: bool, memory: bool) -> f
         free=free,
         schedulable=not (node.out or node.silent or closed),
         cordoned_by=cordoned_by,
-        domains={"partition": node.partitions[0]} if node.partitions else {},
+        domains=_domains(node.partitions),
         labels=_labels(node.active, node.partitions),
     )
+
+
+@lru_cache(maxsize=4096)
+def _domains(partitions: tuple[str, ...]) -> Mapping[str, str]:
+    return {"partition": partitions[0]} if partitions else {}
 
 
 @lru_cache(maxsize=4096)
@@ -342,6 +345,7 @@ _NOT_FOR_ROOM = ("Dependency", "BeginTime", "JobHeld", "Assoc", "QOS", "Licenses
 
 
 def _queue(jobs: Sequence[Job], nodes: Mapping[str, Node]) -> dict[str, fleet.Demand]:
+    """By the type that Slurm gives GPUs; by an empty name where it gives them none."""
     models: dict[str, str] = {}
     for node in nodes.values():
         if node.model:
@@ -349,19 +353,11 @@ def _queue(jobs: Sequence[Job], nodes: Mapping[str, Node]) -> dict[str, fleet.De
                 models.setdefault(partition, node.model)
     found: dict[str, fleet.Demand] = {}
     for job in jobs:
-        gpus = job.resources.get("gpu", 0)
-        model = job.model or models.get(job.partition.partition(",")[0])
-        if job.state != "PENDING" or not gpus or not model or job.held or job.reason.startswith(_NOT_FOR_ROOM):
+        if job.state != "PENDING" or job.held or job.reason.startswith(_NOT_FOR_ROOM):
             continue
-        known = found.get(model, fleet.Demand())
-        gpus *= job.width * job.tasks
-        limit = job.limit if job.limit and job.limit < _A_YEAR else 0.0
-        total = known.gpus + gpus
-        lengths = [length for length in (known.shortest, limit) if length]
-        found[model] = replace(
-            known,
-            gpus=total,
-            duration=(known.duration * known.gpus + limit * gpus) / total,
-            shortest=min(lengths) if lengths else 0.0,
-        )
+        gpus = fleet.gpus_of(job.resources) * job.width * job.tasks
+        if gpus:
+            model = job.model or models.get(job.partition.partition(",")[0], "")
+            limit = job.limit if job.limit and job.limit < _A_YEAR else 0.0
+            found[model] = found.get(model, fleet.Demand()).and_also(fleet.Demand(gpus, 0.0, limit, limit))
     return found

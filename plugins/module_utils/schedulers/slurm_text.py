@@ -109,19 +109,9 @@ def nodes(text: str) -> dict[str, Node]:
 
 
 _REASON = re.compile(r"(.*?) \[([^@\]]*)@([^\]]*)\]")
-_EFFECTIVE, _TOTAL = " CPUEfctv=", " CPUTot="
 
 
 def _node(line: str) -> Node:
-    def value(key: str) -> str:
-        start = line.find(key)
-        if start < 0:
-            return ""
-        start += len(key)
-        end = line.find(" ", start)
-        word = line[start:] if end < 0 else line[start:end]
-        return "" if word in ("(null)", "N/A") else word
-
     reason, by, at = "", "", None
     start = line.find(" Reason=")
     if start > 0:
@@ -130,25 +120,69 @@ def _node(line: str) -> Node:
             reason, by, at = matched.group(1), matched.group(2), moment(matched.group(3))
         else:
             reason = line[start + len(" Reason=") :]
-    gres, model = gres_of(value(" Gres="))
+    state, partitions = _state(_stretch(line, " State=", " BootTime="))
+    available, active, model, gres, used = _gres(_stretch(line, " AvailableFeatures=", " NodeAddr="))
+    cpus, cpus_used = _cpus(_stretch(line, " CPUAlloc=", " CPULoad="))
+    memory, memory_used = _memory(_stretch(line, " RealMemory=", " FreeMem="))
     return Node(
-        name=line[len("NodeName=") : line.index(" ")],
-        state=flags(value(" State=")),
-        address=value(" NodeAddr="),
-        reason=reason,
-        reason_by=by,
-        reason_at=at,
-        available=_listed(value(" AvailableFeatures=")),
-        active=_listed(value(" ActiveFeatures=")),
-        partitions=_listed(value(" Partitions=")),
-        model=model,
-        gres=gres,
-        used=gres_of(value(" GresUsed="))[0],
-        cpus=whole(value(_EFFECTIVE) or value(_TOTAL)),
-        cpus_used=whole(value(" CPUAlloc=")),
-        memory=whole(value(" RealMemory=")) << 20,
-        memory_used=whole(value(" AllocMem=")) << 20,
+        line[len("NodeName=") : line.index(" ")],
+        state,
+        _stretch(line, " NodeAddr=", " ")[len(" NodeAddr=") :],
+        reason,
+        by,
+        at,
+        available,
+        active,
+        partitions,
+        model,
+        gres,
+        used,
+        cpus,
+        cpus_used,
+        memory,
+        memory_used,
     )
+
+
+def _stretch(line: str, first: str, after: str) -> str:
+    """From the word that begins with ``first`` to before ``after``; without that, to the end. What it says is read once
+    for all nodes that are alike, whose records differ elsewhere."""
+    start = line.find(first)
+    if start < 0:
+        return ""
+    end = line.find(after, start + 1)
+    return line[start:end] if end > 0 else line[start:]
+
+
+def _words(stretch: str) -> dict[str, str]:
+    pairs = (word.split("=", 1) for word in stretch.split(" ") if "=" in word)
+    return {key: value for key, value in pairs if value not in ("(null)", "N/A")}
+
+
+@lru_cache(maxsize=4096)
+def _state(stretch: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    said = _words(stretch)
+    return flags(said.get("State", "")), _listed(said.get("Partitions", ""))
+
+
+@lru_cache(maxsize=4096)
+def _gres(stretch: str) -> tuple[tuple[str, ...], tuple[str, ...], str | None, Resources, Resources]:
+    said = _words(stretch)
+    gres, model = gres_of(said.get("Gres", ""))
+    features = _listed(said.get("AvailableFeatures", "")), _listed(said.get("ActiveFeatures", ""))
+    return (*features, model, gres, gres_of(said.get("GresUsed", ""))[0])
+
+
+@lru_cache(maxsize=4096)
+def _cpus(stretch: str) -> tuple[int, int]:
+    said = _words(stretch)
+    return whole(said.get("CPUEfctv") or said.get("CPUTot", "")), whole(said.get("CPUAlloc", ""))
+
+
+@lru_cache(maxsize=4096)
+def _memory(stretch: str) -> tuple[int, int]:
+    said = _words(stretch)
+    return whole(said.get("RealMemory", "")) << 20, whole(said.get("AllocMem", "")) << 20
 
 
 @lru_cache(maxsize=4096)
@@ -189,6 +223,18 @@ def gpus_missing(reason: str) -> tuple[int, int] | None:
     """(seen, configured) if Slurm itself drained a node because it found fewer GPUs than its configuration says."""
     found = _COUNT_REASON.search(reason)
     return (int(found.group(1)), int(found.group(2))) if found else None
+
+
+_CREDENTIALS = re.compile(r"^AuthInfo\s*=.*\bcred_expire=(\d+)", re.MULTILINE)
+
+
+def credential_seconds(text: str) -> int:
+    """``scontrol show config``: how long a job's credential is good. A node refuses a job that was taken off it within
+    that time, and Slurm then ends the job as failed; so Slurm itself lets a requeued job wait so long. Less than five
+    seconds is ignored by Slurm."""
+    found = _CREDENTIALS.search(text)
+    seconds = int(found.group(1)) if found else 0
+    return seconds if seconds >= 5 else 120
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,12 @@ def test_a_silent_node_is_not_taken_for_empty(slurm: Cluster) -> None:
     assert late.failed and "scontrol show node gpu-1" in late.msg
 
 
-def test_a_drained_node_that_reboots_keeps_its_drain(slurm: Cluster) -> None:
+def test_a_drained_node_that_is_taken_for_dead_while_it_reboots_is_still_ours(slurm: Cluster) -> None:
     slurm.backend().cordon(["gpu-1"], R1)
     slurm.lab("kill", "gpu-1")
+    until(lambda: "DOWN" in slurm.node("gpu-1").state, "it is taken for dead", 60)
+    assert slurm.node("gpu-1").drain and slurm.empty(["gpu-1"], R1, patience=0)["gpu-1"].waiting
     slurm.lab("boot", "gpu-1")
-    until(lambda: not slurm.node("gpu-1").silent, "its slurmd answers")
-    assert slurm.node("gpu-1").drain and slurm.node("gpu-1").reason == "gpufleet: NVIDIA driver upgrade, run=run-1"
+    assert not slurm.backend().validate(["gpu-1"], R1, {"gpu-1": 4}, 60)["gpu-1"].failed
+    assert slurm.node("gpu-1").drain and slurm.node("gpu-1").reason == OURS
     assert slurm.backend().uncordon(["gpu-1"], R1)["gpu-1"].changed

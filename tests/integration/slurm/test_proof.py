@@ -49,6 +49,7 @@ def test_a_node_that_is_not_proven_stays_drained(
     until(lambda: slurm.node("gpu-1").drain and not slurm.commands.reservations(), "it is closed again")
 
 
+@pytest.mark.each_release
 def test_fewer_gpus_than_configured_is_slurms_own_finding_A_SLURM_01(slurm: Cluster) -> None:
     slurm.backend().cordon(["gpu-1"], R1)
     gres = slurm.state / "etc/gres.conf"
@@ -66,7 +67,11 @@ def test_fewer_gpus_than_configured_is_slurms_own_finding_A_SLURM_01(slurm: Clus
         slurm.lab("start", "gpu-1")
         until(lambda: "INVALID_REG" not in slurm.node("gpu-1").state, "the node is whole again")
     assert result.failed and "less than Slurm is configured for" in result.msg
-    assert back.failed and slurm.node("gpu-1").drain
+    assert back.failed and "less than Slurm is configured for" in back.msg and slurm.node("gpu-1").drain
+    # from 24.11 on Slurm has put its reason in place of ours
+    assert not slurm.backend().validate(["gpu-1"], R1, {"gpu-1": 4}, 20)["gpu-1"].failed
+    assert slurm.node("gpu-1").reason == OURS
+    assert slurm.backend().uncordon(["gpu-1"], R1)["gpu-1"].changed
 
 
 def test_the_reservation_of_a_node_is_a_lock(slurm: Cluster) -> None:

@@ -5,19 +5,13 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
-
 from slurm_cluster import OLD, Cluster
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Mark
 
 
 def test_five_thousand_nodes() -> None:
-    state = Path(tempfile.mkdtemp(prefix="gpufleet-slurm-"))
-    state.chmod(0o755)
-    with Cluster.up(state, "--records", "5000", nodes=0) as slurm:
+    with Cluster.fresh("--records", "5000", nodes=0) as slurm:
         names = list(slurm.commands.nodes())
         assert len(names) == 5000
         mark = Mark("run-1", 1.0)
@@ -30,4 +24,3 @@ def test_five_thousand_nodes() -> None:
         seen = slurm.backend().snapshot([])
         assert len(seen.nodes) == 5000 and {node.loaded for node in seen.nodes} == {OLD}
         assert [node.name for node in seen.nodes if node.cordoned_by] == ["record-4711"]
-    shutil.rmtree(state)

@@ -28,6 +28,7 @@ def test_draining_is_not_drained_A_SLURM_06(slurm: Cluster) -> None:
     assert slurm.state_of(job) == "COMPLETED"
 
 
+@pytest.mark.each_release
 def test_a_suspended_job_holds_its_gpus_on_a_node_that_is_called_drained(slurm: Cluster) -> None:
     job = slurm.submit("sleep 60", "--gres=gpu:1", "--no-requeue", node="gpu-1")
     slurm.running(job)
@@ -96,6 +97,7 @@ def test_interactive_jobs_are_dealt_with_by_policy(slurm: Cluster, policy: str) 
     talk.wait(30)
 
 
+@pytest.mark.each_release
 def test_array_tasks_are_requeued_each_by_itself(slurm: Cluster) -> None:
     array = slurm.submit("sleep 300", "--gres=gpu:2", "--array=1-6%4", "--requeue")
     until(lambda: len([job for job in slurm.commands.jobs() if job.on_node]) == 4, "four tasks run")
@@ -107,6 +109,7 @@ def test_array_tasks_are_requeued_each_by_itself(slurm: Cluster) -> None:
     until(lambda: len([job for job in slurm.commands.jobs() if job.state == "RUNNING"]) == 4, "four tasks run again")
 
 
+@pytest.mark.each_release
 def test_a_job_on_two_nodes_is_one(slurm: Cluster) -> None:
     job = slurm.submit("sleep 300", "--nodes=2", "--gres=gpu:4", "--requeue")
     nodes = slurm.running(job).nodes
@@ -131,6 +134,7 @@ def test_owners_are_told_in_the_job_and_by_a_command(slurm: Cluster) -> None:
     assert "another NVIDIA driver" in seen
 
 
+@pytest.mark.each_release
 def test_names_and_comments_that_look_like_records_are_just_texts(slurm: Cluster) -> None:
     evil = "x\n1\x1f1\x1f\x1f0\x1fRUNNING Requeue=0 NodeList=gpu-2\n"
     job = slurm.submit("sleep 300", f"--job-name={evil}", f"--comment={evil}", "--gres=gpu:1", node="gpu-1")

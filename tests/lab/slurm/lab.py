@@ -31,7 +31,8 @@ FIRST_PORT, PORTS_EACH, MOST_LABS = 20000, 256, 48
 DRIVER = "535.183.01"
 CONTROLLER, MUNGE = "slurmctld", "munge"
 PACKAGES = ("slurmd", "slurm-wlm-basic-plugins", "libmunge2")  # what a machine needs to run slurmd
-GPU_MODEL = "h100"
+GPU_MODEL, MIG_MODEL = "h100", "h100_1g.10gb"
+CLIENTS = ("scontrol", "squeue", "scancel", "srun", "sbatch", "sinfo")
 CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
@@ -114,6 +115,19 @@ class Lab:
     def records(self) -> list[str]:
         return [f"record-{number:04d}" for number in range(1, self.data["records"] + 1)]
 
+    @property
+    def gres(self) -> dict[str, tuple[str, int]]:
+        """Type → its device files without their numbers, and how many there are on each node."""
+        gpus, mig = self.data["gpus"], self.data["mig"]
+        where = "/dev" if self.machines else f"{self.state}/dev"
+        whole = {GPU_MODEL: (f"{where}/nvidia", gpus - bool(mig))}
+        return {**whole, **({MIG_MODEL: (f"{where}/nvidia-cap", mig)} if mig else {})}
+
+    @property
+    def root(self) -> Path | None:
+        """Where the daemons and clients of another release live, as the lab's own processes see it."""
+        return self.state / "root/merged" if self.data["root"] else None
+
     def environment(self) -> dict[str, str]:
         return {"SLURM_CONF": str(self.conf), "PATH": f"{self.state}/bin:{os.environ['PATH']}"}
 
@@ -135,30 +149,33 @@ class Lab:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         os.chown(key, munge.pw_uid, munge.pw_gid)
-        for number in range(0 if self.machines else self.data["gpus"]):
+        devices = [Path(f"{path}{n}") for path, count in self.gres.values() for n in range(count)]
+        for device in [] if self.machines else devices:
             # with plain files a job starts, but is told of no GPU
-            os.mknod(self.state / f"dev/nvidia{number}", 0o666 | 0o020000, os.makedev(1, 3))
-            (self.state / f"dev/nvidia{number}").chmod(0o666)
+            os.mknod(device, 0o666 | 0o020000, os.makedev(1, 3))
+            device.chmod(0o666)
         for name in self.nodes:
             (self.state / "spool" / name).mkdir(exist_ok=True)
             write(self.state / "nodes" / f"{name}.driver", f"{DRIVER}\n")
-        write(self.state / "etc/gres.conf", self.gres())
+        write(self.state / "etc/gres.conf", self.gres_conf())
         # 22.05 has no word for "no control groups" and wants the file empty; later releases want the word
-        old = run(["slurmctld", "-V"]).split()[-1].startswith(("21.", "22."))
+        version = run([*(["chroot", self.data["root"]] if self.root else []), "slurmctld", "-V"])
+        old = version.split()[-1].startswith(("21.", "22."))
         write(self.state / "etc/cgroup.conf", "" if old else "CgroupPlugin=disabled\n")
         write(self.conf, self.slurm_conf())
         if not self.machines:
             write(self.state / "etc/reboot", REBOOT.format(state=self.state, conf=self.conf), 0o755)
             write(self.state / "bin/nvidia-smi", NVIDIA_SMI.format(state=self.state), 0o755)
 
-    def gres(self) -> str:
-        gpus = self.data["gpus"]
-        where = "/dev" if self.machines else f"{self.state}/dev"
-        devices = f"{where}/nvidia[0-{gpus - 1}]" if gpus > 1 else f"{where}/nvidia0"
-        lines = [f"NodeName={name} Name=gpu Type={GPU_MODEL} File={devices}\n" for name in self.nodes]
+    def gres_conf(self) -> str:
+        lines = []
+        for name in self.nodes:
+            for kind, (path, count) in self.gres.items():
+                files = f"{path}[0-{count - 1}]" if count > 1 else f"{path}0"
+                lines.append(f"NodeName={name} Name=gpu Type={kind} File={files}\n")
         if self.records:
             names = f"record-[0001-{len(self.records):04d}]"
-            lines.append(f"NodeName={names} Name=gpu Type={GPU_MODEL} Count={gpus}\n")
+            lines.append(f"NodeName={names} Name=gpu Type={GPU_MODEL} Count={self.data['gpus']}\n")
         return "".join(lines)
 
     def slurm_conf(self) -> str:
@@ -202,7 +219,7 @@ class Lab:
         }
         machine = "CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=4000"
         lines = [f"{name}={value}" for name, value in settings.items()]
-        gres = f"gpu:{GPU_MODEL}:{self.data['gpus']}"
+        gres = ",".join(f"gpu:{kind}:{count}" for kind, (dummy, count) in self.gres.items() if count)
         lines.append(f"NodeName=DEFAULT {machine} Gres={gres} Feature=lab State=UNKNOWN")
         for number, name in enumerate(self.nodes, 1):
             where = f"NodeAddr={self.machines[name]['address']}" if self.machines else "NodeAddr=127.0.0.1"
@@ -229,10 +246,32 @@ class Lab:
             time.sleep(0.01)
         self.data["inside"] = int(found[0])
         self.save()
+        if self.root:
+            self.enter_root()
         for daemon in (MUNGE, CONTROLLER, *([] if self.machines else self.nodes)):
             self.start_daemon(daemon, fresh=True)
         self.equip(self.nodes if self.machines else [])
         self.wait(deadline)
+
+    def enter_root(self) -> None:
+        """Put another release's root under the lab's processes, over which they may write, and clients outside it."""
+        assert self.root
+        for name in ("upper", "work", "merged"):
+            (self.state / "root" / name).mkdir(parents=True, exist_ok=True)
+        here = self.root.parent
+        layers = f"lowerdir={self.data['root']},upperdir={here}/upper,workdir={here}/work"
+        script = f"""set -e
+            mount -t overlay overlay -o {layers} {self.root}
+            mkdir -p {self.root}{self.state}
+            mount --rbind /dev {self.root}/dev
+            mount --rbind /proc {self.root}/proc
+            mount --bind {self.state} {self.root}{self.state}
+            cp /etc/passwd /etc/group /etc/hosts {self.root}/etc/"""
+        enter = ["nsenter", "--target", str(self.data["inside"]), "--mount", "--"]
+        run([*enter, "sh", "-c", script])
+        for name in CLIENTS:
+            words = " ".join([*enter, "chroot", str(self.root), f"/usr/bin/{name}"])
+            write(self.state / "bin" / name, f'#!/bin/sh\nexec {words} "$@"\n', 0o755)
 
     def equip(self, names: list[str]) -> None:
         """Put slurmd onto machines of the hosts lab and start it there, also after every boot."""
@@ -273,6 +312,7 @@ class Lab:
             raise LabError(f"the lab at {self.state} is not running; end it with: {PROGRAM} down --state {self.state}")
         environment = {**CLEAN, "SLURM_CONF": str(self.conf)}
         enter = ["nsenter", "--target", str(self.data["inside"]), "--pid", "--mount", "--"]
+        enter += ["chroot", str(self.root)] if self.root else []
         # a daemon keeps what it is given: neither its output nor its session may be ours
         return run([*enter, "setsid", *argv], check=check, env=environment)
 
@@ -433,6 +473,8 @@ def claim(state: Path, data: dict) -> Lab:
 def up(options: argparse.Namespace) -> None:
     if not (0 <= options.nodes <= 200 and 1 <= options.gpus <= 8 and 0 <= options.records <= 9999):
         raise LabError("--nodes is 0 to 200, --gpus 1 to 8 and --records 0 to 9999")
+    if not 0 <= options.mig <= 7 or (options.mig and options.machines):
+        raise LabError("--mig is 0 to 7, and not for machines, whose driver is not partitioned")
     if not options.nodes + options.records:
         raise LabError("a cluster needs --nodes or --records")
     for text in options.set:
@@ -442,6 +484,7 @@ def up(options: argparse.Namespace) -> None:
     check_state(options.state)
     data = {"nodes": options.nodes, "gpus": options.gpus, "records": options.records, "settings": options.set}
     data |= {"machines": [], "gateway": "127.0.0.1", "hosts": ""}
+    data |= {"mig": options.mig, "root": str(options.root or "")}
     if options.machines:
         data |= machines_of(options.machines, options.state)
     lab = claim(options.state, data)
@@ -484,7 +527,7 @@ def equip(options: argparse.Namespace) -> None:
 def remove(lab: Lab) -> None:
     """Each step stands alone: after a crash some of it is not there."""
     lab.end()
-    for name in ("etc", "spool", "dev", "bin", "nodes", "log", "run", "jobs", "ctld", "munge"):
+    for name in ("etc", "spool", "dev", "bin", "nodes", "log", "run", "jobs", "ctld", "munge", "root"):
         shutil.rmtree(lab.state / name, ignore_errors=True)
     (REGISTRY / str(lab.index)).unlink(missing_ok=True)
     (lab.state / "lab.json").unlink(missing_ok=True)
@@ -548,6 +591,10 @@ def main() -> int:
     sub.add_argument("--records", type=int, default=0, metavar="N", help=text)
     text = "make the machines of the hosts lab at DIR the nodes (it has to be up with --share and this lab's --state)"
     sub.add_argument("--machines", type=lambda text: Path(text).resolve(), metavar="DIR", help=text)
+    text = "make the last GPU of each node N instances of MIG profile 1g.10gb (default 0: leave it whole)"
+    sub.add_argument("--mig", type=int, default=0, metavar="N", help=text)
+    text = "a root directory with the Slurm to use, such as tests/lab/slurm/newer makes (default: this machine's own)"
+    sub.add_argument("--root", type=lambda text: Path(text).resolve(), metavar="DIR", help=text)
     text = "a line of slurm.conf, in place of the lab's own"
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     text = "seconds until every node must be idle (default 60)"

@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Durations, Node, Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Demand, Durations, Node, Snapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (
     End,
     Evacuated,
@@ -44,6 +44,20 @@ def test_a_reason_of_the_host_to_skip_it_is_kept() -> None:
 
 def test_without_hosts_the_scheduler_is_believed() -> None:
     assert set(merged()) == {"n1", "n2"} and merged()["n2"].skip is None
+
+
+def test_models_go_by_the_hosts_names_also_in_the_queue_and_on_other_nodes() -> None:
+    """Slurm calls them by a type of somebody's choice or not at all, Kubernetes by a label."""
+    types = {"n1": "h100", "n2": "h100", "n3": "a100", "n4": "a100", "n5": "a100", "n6": None, "n7": None}
+    nodes = tuple(Node(name, gpu_model=kind, gpus=8) for name, kind in types.items())
+    queue = {"h100": Demand(4, 0, 100, 50), "": Demand(2, 1, 400), "a100": Demand(1), "l40": Demand(3)}
+    models = {"n1": H100, "n3": "A100 40GB", "n4": "A100 80GB", "n6": H100}
+    hosts = [{"name": name, "gpus": [model] * 8} for name, model in models.items()]
+    seen = with_host_facts(Snapshot(nodes=nodes, queue=queue), hosts, "slurm")
+    assert [node.gpu_model for node in seen.nodes] == [H100, H100, "A100 40GB", "A100 80GB", "a100", H100, H100]
+    assert seen.queue == {H100: Demand(6, 1, 200, 50), "A100 40GB": Demand(1), "l40": Demand(3)}
+    unknown = with_host_facts(Snapshot(nodes=(Node("n1"),), queue={"": Demand(2)}), [{"name": "n1"}], "slurm")
+    assert unknown.queue == {}
 
 
 def test_times_are_those_of_earlier_upgrades_where_there_were_any() -> None:
