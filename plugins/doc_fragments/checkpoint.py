@@ -68,6 +68,37 @@ options:
                 kept in the manifest.
             type: dict
             default: {}
+          engine:
+            description:
+              - For V(cuda_criu), if the work is an inference engine. It finishes its requests before it is stopped,
+                takes no more, and goes on where it comes back, or here if it is not saved.
+            type: dict
+            suboptions:
+              kind:
+                description:
+                  - V(vllm) needs its environment to have C(VLLM_SERVER_DEV_MODE=1).
+                  - V(sglang) needs C(--enable-metrics), and C(--enable-memory-saver) with
+                    O(workloads[].save.engine.sleep=true).
+                type: str
+                choices: [vllm, sglang]
+                required: true
+              url:
+                description: Where it listens. A loopback address.
+                type: str
+                default: http://127.0.0.1:8000
+              drain:
+                description: Seconds until its requests must have ended.
+                type: int
+                default: 60
+              sleep:
+                description:
+                  - Whether it also gives up its cache and moves its weights to the host's memory, so that the save
+                    is smaller.
+                type: bool
+                default: false
+              token_file:
+                description: File on the node with a bearer token for it.
+                type: path
           keep:
             description: Seconds after which a forgotten save may be removed.
             type: int

@@ -22,16 +22,25 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Differences, Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.engine import KINDS
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.hook import Hook
 
 BACKENDS = ("cuda_criu", "hook")
 
+ENGINE: Mapping[str, Any] = {
+    "kind": {"type": "str", "choices": list(KINDS), "required": True},
+    "url": {"type": "str", "default": "http://127.0.0.1:8000"},
+    "drain": {"type": "int", "default": 60},
+    "sleep": {"type": "bool", "default": False},
+    "token_file": {"type": "path", "no_log": False},
+}
 _TEXTS = {"type": "list", "elements": "str"}
 SAVE: Mapping[str, Any] = {
     "backend": {"type": "str", "choices": list(BACKENDS), "default": "cuda_criu"},
     "paths": {"type": "list", "elements": "path", "default": []},
     "progress": {**_TEXTS, "default": []},
     "key": {"type": "dict", "default": {}, "no_log": False},
+    "engine": {"type": "dict", "options": dict(ENGINE)},
     "keep": {"type": "int", "default": 604800},
     "command": _TEXTS,
     "signal": {"type": "str"},

@@ -45,6 +45,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
     criu_errors,
     short,
 )
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.engine import Engine, EngineError
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import gpus
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import unit_name
@@ -164,6 +165,10 @@ class Source(Common):
                     f"grep libcuda /proc/{one.pid}/maps",
                     one.pid,
                 )
+        engine = work.save.get("engine") or {}
+        trouble = Engine(engine).trouble() if engine else ""
+        if trouble:
+            refuse("unsupported_feature:engine", trouble, "an engine that can be paused", f"curl {engine.get('url')}")
         if not found:
             found += self._room(work, processes, shown)
         return found
@@ -302,6 +307,7 @@ class Source(Common):
             mark = time.monotonic()
             staged = artefact.stage(self._store, record["artefact"])
             for step, act in (
+                ("quiesce", lambda: self._quiesce(work, path, record)),
                 ("lock", lambda: self._lock(work, list(cuda))),
                 ("checkpoint", lambda: self._checkpoint(work, list(cuda), size)),
                 ("dump", lambda: self._dump(work, int(shown["MainPID"]), processes, staged, size)),
@@ -326,6 +332,20 @@ class Source(Common):
         record.update(state=suspend.PUBLISHED, timings=timings, seconds=round(self._now() - began, 3))
         suspend.write_record(path, record)
         return record
+
+    def _quiesce(self, work: Work, path: Path, record: dict[str, Any]) -> None:
+        def remember(calls: list[dict[str, Any]]) -> None:
+            record["wake"] = calls
+            suspend.write_record(path, record)
+
+        engine = work.save.get("engine") or {}
+        try:
+            if engine:
+                Engine(engine, sleep=self._sleep).quiesce(remember)
+        except EngineError as exc:
+            reason = "lock_timeout" if exc.late else "checkpoint_failed"
+            look = f"curl {engine.get('url')}"
+            raise self._failed(work, reason, "quiesce", str(exc), "an engine without requests", look) from exc
 
     def _lock(self, work: Work, pids: Sequence[int]) -> None:
         self._phase(work, "lock", pids, suspend.LOCKED, self._limits.lock + self._limits.look)
@@ -422,6 +442,7 @@ class Source(Common):
                     "unit": service.unit,
                     "fragment": service.fragment(),
                     "declared": declared,
+                    "wake": record.get("wake", []),
                 },
                 "backend": {"name": self.name, "format": FORMAT, "options": self._criu_options()},
                 "key": {**key, "backend": FORMAT, **dict(work.save.get("key") or {})},
@@ -453,6 +474,9 @@ class Source(Common):
             return list(self._driver(action, pids, self._limits.by_size(size), pairs).values())
 
         states = suspend.run_again(record, ask)
+        asleep = suspend.wake(record)
+        if asleep:
+            self._say(f"{record['workload']}: its engine does not go on: {asleep}")
         with contextlib.suppress(ServiceError):
             service.unguard()
         service.disarm()
@@ -460,6 +484,7 @@ class Source(Common):
             artefact.remove(self._store, record["artefact"])
         alive = suspend.same(record["members"], self._proc)
         whole = len(alive) == len(record["members"]) and all(state == suspend.RUNNING for state in states.values())
+        whole = whole and not asleep
         source = SOURCE_RUNNING if whole else SOURCE_LOST
         record.update(state=ABORTED, source=source, states={str(pid): state for pid, state in states.items()})
         with contextlib.suppress(

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import http.client
 import json
 import os
 import re
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any, Callable
 
@@ -316,6 +318,46 @@ def run_again(record: dict[str, Any], ask: Callable[..., list[Said]]) -> dict[in
     return {pid: states.get(pid, UNKNOWN) for pid in cuda}
 
 
+class _Direct(urllib.request.HTTPRedirectHandler):
+    """Follows nobody elsewhere: what is asked for is on this machine."""
+
+    def redirect_request(self, *dummy: Any) -> None:
+        return None
+
+
+def request(method: str, url: str, body: Any = None, token_file: str | None = None, timeout: float = 30.0) -> bytes:
+    """Speak HTTP to this machine, past every proxy; the body of the answer.
+
+    ``body`` is sent as JSON; ``token_file`` holds a bearer token.
+
+    :raises OSError: if there is no answer in time, or one that is no success.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise OSError(f"{url!r} is not the URL of a web server")
+    headers = {"Content-Type": "application/json"} if body is not None else {}
+    if token_file:
+        headers["Authorization"] = f"Bearer {Path(token_file).read_text().strip()}"
+    data = json.dumps(body).encode() if body is not None else b"" if method == "POST" else None
+    asked = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310 - looked at above
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Direct())
+    try:
+        with opener.open(asked, timeout=timeout) as answer:
+            return bytes(answer.read())
+    except (http.client.HTTPException, ValueError) as exc:
+        raise OSError(f"{type(exc).__name__}: {exc}") from exc
+
+
+def wake(record: dict[str, Any]) -> str:
+    """Have an engine that was paused go on; what went wrong, empty if nothing did."""
+    wrong = ""
+    for call in record.get("wake") or ():
+        try:
+            request("POST", call["url"], call["body"], call["token_file"], call["timeout"])
+        except OSError as exc:
+            wrong = wrong or f"{call['url']}: {exc}"
+    return wrong
+
+
 def tidy(record: dict[str, Any]) -> None:
     """Take away the drop-in that kept the service manager from acting on the stopped unit."""
     drop_in = record.get("drop_in")
@@ -340,10 +382,11 @@ def thaw(path: Path) -> str:
 
         states = run_again(record, ask)
         tidy(record)
+        asleep = wake(record)
         record.update(state=THAWED, thawed_at=time.time(), thawed_states={str(k): v for k, v in states.items()})
         write_record(path, record)
         wrong = {pid: state for pid, state in states.items() if state != RUNNING}
-        return f"let {record['workload']} go on" + (f", but {wrong}" if wrong else "")
+        return f"let {record['workload']} go on" + (f", but {wrong or asleep}" if wrong or asleep else "")
 
 
 def main(argv: list[str]) -> int:

@@ -70,6 +70,7 @@ class Target(Common):
                     "members": manifest["members"],
                     "home": manifest["node"],
                     "declared": manifest["workload"]["declared"],
+                    "wake": manifest["workload"].get("wake", []),
                     "map": self._map(work, manifest, path),
                     "at": self._now(),
                     "checked": self._stamp(artefact_id, manifest),
@@ -359,6 +360,13 @@ class Target(Common):
         suspend.write_record(path, record)
         locked = [pid for pid in cuda if states[pid] in (suspend.CHECKPOINTED, suspend.LOCKED)]
         self._phase(work, "unlock", locked, suspend.RUNNING, self._limits.look)
+        trouble = suspend.wake(record)
+        if trouble:
+            raise self._failed(
+                work, "verify_failed", "wake", trouble, "an engine that goes on", f"journalctl -u {record['unit']}"
+            )
+        if record.pop("wake", None):  # an engine may take a second call amiss
+            suspend.write_record(path, record)
 
     def _stop(self, record: Mapping[str, Any], service: Service) -> None:
         """End what there is of a restored work."""

@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cuda_work import Gpus, goes_on
+from engines import EngineServer
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, suspend
@@ -303,6 +305,59 @@ def thaw(place: Place) -> None:
     """What the timer does."""
     assert place.unit.armed
     subprocess.run(place.unit.armed, env=place.gpus.environment, check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def engine(place: Place) -> Iterator[EngineServer]:
+    """The work is an engine, which sleeps while it is saved."""
+    server = EngineServer("sglang")
+    place.work = replace(place.work, save={"engine": {"kind": "sglang", "url": server.url, "drain": 1, "sleep": True}})
+    yield server
+    server.close()
+
+
+LET_GO: dict[str, Callable[[Place], object]] = {
+    "aborted": lambda place: place.backend().abort(place.work),
+    "nobody-came": thaw,
+}
+
+
+@pytest.mark.parametrize("let_go", LET_GO.values(), ids=LET_GO)
+def test_an_engine_stands_by_while_it_is_saved(
+    place: Place, engine: EngineServer, let_go: Callable[[Place], object]
+) -> None:
+    captured = place.backend().capture(place.work)
+    assert (engine.paused, engine.asleep) == (True, True)
+    wake = artefact.read(place.store, captured.artefact)["workload"]["wake"]
+    assert [call["url"] for call in wake] == [
+        f"{engine.url}/resume_memory_occupation",
+        f"{engine.url}/continue_generation",
+    ]
+    let_go(place)
+    assert (engine.paused, engine.asleep) == (False, False)
+
+
+@pytest.mark.parametrize("criu", ["fail", "no-core"])
+def test_an_engine_goes_on_if_it_cannot_be_saved(place: Place, engine: EngineServer, criu: str) -> None:
+    place.how.write_text(criu)
+    with pytest.raises(CheckpointError) as caught:
+        place.backend().capture(place.work)
+    assert caught.value.reason.source == "running"
+    assert (engine.paused, engine.asleep) == (False, False)
+
+
+def test_an_engine_with_requests_that_do_not_end_is_not_stopped(place: Place, engine: EngineServer) -> None:
+    engine.running = 3
+    with pytest.raises(CheckpointError, match="3 requests did not end") as caught:
+        place.backend().capture(place.work)
+    assert (caught.value.reason.reason, caught.value.reason.source) == ("lock_timeout", "running")
+    assert not engine.paused
+
+
+def test_an_engine_that_does_not_go_on_is_lost(place: Place, engine: EngineServer) -> None:
+    place.backend().capture(place.work)
+    engine.refuses = {"/resume_memory_occupation"}
+    assert place.backend().abort(place.work) == "lost"
 
 
 def test_work_that_was_let_go_on_is_not_ended(place: Place) -> None:
