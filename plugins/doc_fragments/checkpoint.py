@@ -68,6 +68,33 @@ options:
                 kept in the manifest.
             type: dict
             default: {}
+          encrypt:
+            description:
+              - For V(cuda_criu). Encrypts the files of the save for one recipient before they are in O(store). The
+                manifest is not encrypted. It tells the names and sizes of files and the text of the unit.
+            type: dict
+            suboptions:
+              tool:
+                description: Program that encrypts, to be installed on the nodes.
+                type: str
+                choices: [age, gpg]
+                default: age
+              recipient:
+                description:
+                  - Public key for V(age), or a key's fingerprint or address for V(gpg), which root's keyring must have.
+                type: str
+                required: true
+              identity:
+                description:
+                  - For V(age). File with the secret key on nodes that take the work in. With V(gpg), the secret key is
+                    in root's keyring.
+                type: path
+              scratch:
+                description:
+                  - Directory for the plain files while CRIU writes or reads them. In memory, unless the node has
+                    another place that does not keep them.
+                type: path
+                default: /dev/shm/gpufleet
           engine:
             description:
               - For V(cuda_criu), if the work is an inference engine. It finishes its requests before it is stopped,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base
     Reason,
     Work,
 )
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import Seal, SealError
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
@@ -147,6 +149,57 @@ class Common:
                 "a disk that can be written",
                 f"df -h {path.parent}",
             ) from exc
+
+    def _seal(self, work: Work) -> Seal | None:
+        options = work.save.get("encrypt")
+        return Seal(self._run, options) if options else None
+
+    def _sealed_by(self, work: Work) -> dict[str, str] | None:
+        seal = self._seal(work)
+        return seal.describe() if seal else None
+
+    def _unreadable(self, work: Work, manifest: Mapping[str, Any]) -> str:
+        """Why a save could not be decrypted here; empty if it could, or is plain."""
+        if not manifest.get("sealed"):
+            return ""
+        by = manifest["sealed"]
+        seal = self._seal(work)
+        if not seal or seal.tool != by["tool"]:
+            return f"it was encrypted by {by['tool']} for {by['recipient']}, which save.encrypt does not name here"
+        least = min(manifest["files"], key=lambda file: int(file["size"]))
+        free = artefact.free_bytes(seal.scratch)
+        if free < manifest["total"]:
+            return (
+                f"{free // MIB} MiB free in {seal.scratch}, and {manifest['total'] // MIB} MiB are needed to decrypt it"
+            )
+        return seal.can_open(artefact.place(self._store, manifest["id"]) / least["path"], self._limits.by_size(0))
+
+    def _open(self, work: Work, path: Path, record: dict[str, Any], manifest: Mapping[str, Any]) -> Path:
+        """Where the plain files of a save are: itself, or what was decrypted of it (until :meth:`_drop_plain`).
+
+        :raises CheckpointError: if it cannot be decrypted.
+        """
+        root = artefact.place(self._store, manifest["id"])
+        seal = self._seal(work)
+        if not manifest.get("sealed") or not seal:
+            return root
+        record["plain"] = str(seal.plain(manifest["id"]))
+        suspend.write_record(path, record)
+        try:
+            plain = seal.fresh(manifest["id"])
+            names = [file["path"] for file in manifest["files"]]
+            seal.open(root, names, plain, self._limits.by_size(manifest["total"]))
+        except (SealError, OSError) as exc:
+            expected = f"the key of {seal.recipient}"
+            raise self._failed(
+                work, "key_mismatch:encryption", "open", str(exc), expected, f"{seal.tool} --version", SOURCE_GONE
+            ) from exc
+        return plain
+
+    def _drop_plain(self, record: dict[str, Any]) -> None:
+        plain = record.pop("plain", None)
+        if plain:
+            shutil.rmtree(plain, ignore_errors=True)
 
     def _failed(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
     Common,
     short,
 )
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import SealError
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import ServiceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import Systemd, unit_name
 
@@ -66,7 +68,12 @@ class Home(Common):
                 if service.show().get("ActiveState") not in ("inactive", "failed"):
                     raise ServiceError(f"{service.unit} did not stop ({short(done)})")
                 staged = artefact.stage(self._store, record["artefact"])
-                carried.pack(paths, staged)
+                seal = self._seal(work)
+                plain = seal.fresh(record["artefact"]) if seal else staged
+                carried.pack(paths, plain)
+                if seal:
+                    seal.close(plain, staged, self._limits.by_size(carried.size(paths)))
+                    shutil.rmtree(plain, ignore_errors=True)
                 manifest = artefact.publish(
                     staged,
                     record["artefact"],
@@ -77,9 +84,10 @@ class Home(Common):
                         "backend": {"name": self.name, "format": FORMAT},
                         "node": self._node,
                         "paths": paths,
+                        "sealed": self._sealed_by(work),
                     },
                 )
-            except (ServiceError, OSError, artefact.ArtefactError, carried.CarriedError) as exc:
+            except (ServiceError, OSError, artefact.ArtefactError, carried.CarriedError, SealError) as exc:
                 source = self._start_again(service.unit)
                 with contextlib.suppress(artefact.ArtefactError):
                     artefact.remove(self._store, record["artefact"])
@@ -131,12 +139,13 @@ class Home(Common):
                     record.update(state=UNPACKING, at=self._now())
                     suspend.write_record(path, record)
                     carried.unpack(
-                        artefact.place(self._store, artefact_id),
+                        self._open(work, path, record, manifest),
                         manifest["paths"],
                         record["aside"],
                         f"before-{artefact_id}",
                         lambda: suspend.write_record(path, record),
                     )
+                    self._drop_plain(record)
                 except (artefact.ArtefactError, carried.CarriedError, OSError) as exc:
                     raise self._failed(
                         work,

@@ -24,6 +24,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.engine import KINDS
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.hook import Hook
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import SCRATCH, TOOLS
 
 BACKENDS = ("cuda_criu", "hook")
 
@@ -34,12 +35,19 @@ ENGINE: Mapping[str, Any] = {
     "sleep": {"type": "bool", "default": False},
     "token_file": {"type": "path", "no_log": False},
 }
+ENCRYPT: Mapping[str, Any] = {
+    "tool": {"type": "str", "choices": list(TOOLS), "default": "age"},
+    "recipient": {"type": "str", "required": True},
+    "identity": {"type": "path"},
+    "scratch": {"type": "path", "default": SCRATCH},
+}
 _TEXTS = {"type": "list", "elements": "str"}
 SAVE: Mapping[str, Any] = {
     "backend": {"type": "str", "choices": list(BACKENDS), "default": "cuda_criu"},
     "paths": {"type": "list", "elements": "path", "default": []},
     "progress": {**_TEXTS, "default": []},
     "key": {"type": "dict", "default": {}, "no_log": False},
+    "encrypt": {"type": "dict", "options": dict(ENCRYPT)},
     "engine": {"type": "dict", "options": dict(ENGINE)},
     "keep": {"type": "int", "default": 604800},
     "command": _TEXTS,

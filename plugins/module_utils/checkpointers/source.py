@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
     short,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.engine import Engine, EngineError
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import Seal, SealError
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import gpus
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import unit_name
@@ -169,6 +171,10 @@ class Source(Common):
         trouble = Engine(engine).trouble() if engine else ""
         if trouble:
             refuse("unsupported_feature:engine", trouble, "an engine that can be paused", f"curl {engine.get('url')}")
+        seal = self._seal(work)
+        trouble = seal.trouble() if seal else ""
+        if seal and trouble:
+            refuse("unsupported_feature:encryption", trouble, "a key to encrypt with", f"{seal.tool} --version")
         if not found:
             found += self._room(work, processes, shown)
         return found
@@ -207,18 +213,20 @@ class Source(Common):
                     ).reason
                 )
         wanted = int((rss + sum(used.values()) + carried.size(work.save.get("paths") or ())) * 1.2)
-        free = artefact.free_bytes(self._store)
-        if free < wanted:
-            found.append(
-                self._failed(
-                    work,
-                    "insufficient_space",
-                    "check",
-                    f"{free // MIB} MiB free in {self._store}",
-                    f"{wanted // MIB} MiB",
-                    f"df -h {self._store}",
-                ).reason
-            )
+        seal = self._seal(work)
+        for place in (self._store, *([seal.scratch] if seal else [])):
+            free = artefact.free_bytes(place)
+            if free < wanted:
+                found.append(
+                    self._failed(
+                        work,
+                        "insufficient_space",
+                        "check",
+                        f"{free // MIB} MiB free in {place}",
+                        f"{wanted // MIB} MiB",
+                        f"df -h {place}",
+                    ).reason
+                )
         return found
 
     def estimate(self, work: Work) -> Estimate:
@@ -299,6 +307,9 @@ class Source(Common):
             "attempts": attempts,
         }
         key = facts.node_facts(self._observe(), self._run, self._criu, self._proc, self._sys)
+        seal = self._seal(work)
+        if seal:
+            record["plain"] = str(seal.plain(record["artefact"]))
         suspend.write_record(path, record)
         timings: dict[str, float] = {}
         try:
@@ -306,12 +317,14 @@ class Source(Common):
             self._arm(service, path, 2 * self._limits.by_size(size) + self._limits.freeze)
             mark = time.monotonic()
             staged = artefact.stage(self._store, record["artefact"])
+            plain = seal.fresh(record["artefact"]) if seal else staged
             for step, act in (
                 ("quiesce", lambda: self._quiesce(work, path, record)),
                 ("lock", lambda: self._lock(work, list(cuda))),
                 ("checkpoint", lambda: self._checkpoint(work, list(cuda), size)),
-                ("dump", lambda: self._dump(work, int(shown["MainPID"]), processes, staged, size)),
-                ("files", lambda: self._carry(work, staged)),
+                ("dump", lambda: self._dump(work, int(shown["MainPID"]), processes, plain, size)),
+                ("files", lambda: self._carry(work, plain)),
+                ("seal", lambda: self._close(work, seal, plain, staged, size)),
                 ("publish", lambda: self._publish(work, service, record, processes, staged, key, timings)),
             ):
                 act()
@@ -411,6 +424,18 @@ class Source(Common):
         except carried.CarriedError as exc:
             raise self._failed(work, "dump_failed", "files", str(exc), "paths that exist", "ls -ld PATH") from exc
 
+    def _close(self, work: Work, seal: Seal | None, plain: Path, staged: Path, size: int) -> None:
+        if not seal:
+            return
+        try:
+            seal.close(plain, staged, self._limits.by_size(size))
+        except SealError as exc:
+            raise self._failed(
+                work, "publish_failed", "seal", str(exc), "every file encrypted", f"{seal.tool} --version"
+            ) from exc
+        finally:
+            shutil.rmtree(plain, ignore_errors=True)
+
     def _publish(
         self,
         work: Work,
@@ -452,6 +477,7 @@ class Source(Common):
                 "journal_sockets": tree.journal_sockets(processes, self._proc),
                 "connections_closed": tree.established(processes, self._proc),
                 "paths": paths,
+                "sealed": self._sealed_by(work),
                 "open_files": [
                     {"path": one.path, "size": one.size, "log": one.log}
                     for one in files.values()
@@ -477,6 +503,7 @@ class Source(Common):
         asleep = suspend.wake(record)
         if asleep:
             self._say(f"{record['workload']}: its engine does not go on: {asleep}")
+        self._drop_plain(record)
         with contextlib.suppress(ServiceError):
             service.unguard()
         service.disarm()

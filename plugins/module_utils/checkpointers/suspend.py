@@ -26,6 +26,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -382,6 +383,8 @@ def thaw(path: Path) -> str:
 
         states = run_again(record, ask)
         tidy(record)
+        if record.get("plain"):
+            shutil.rmtree(record["plain"], ignore_errors=True)
         asleep = wake(record)
         record.update(state=THAWED, thawed_at=time.time(), thawed_states={str(k): v for k, v in states.items()})
         write_record(path, record)

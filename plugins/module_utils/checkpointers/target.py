@@ -149,6 +149,9 @@ class Target(Common):
                     refuse(
                         f"key_mismatch:{kind}", f"{one['path']} {found}", f"{one['size']} bytes", f"ls -l {one['path']}"
                     )
+        trouble = self._unreadable(work, manifest)
+        if trouble:
+            refuse("key_mismatch:encryption", trouble, "the key of whom it was encrypted for", "docs/checkpoint.md")
         needed = sum(member["rss"] + member["gpu_bytes"] for member in manifest["members"])
         available = tree.memory_available(self._proc)
         if available < needed:
@@ -264,6 +267,7 @@ class Target(Common):
                     f"systemctl status {record['unit']}",
                     SOURCE_GONE,
                 ) from exc
+            self._drop_plain(record)
             record.update(state=RUNNING, timings=timings, since=self._now())
             suspend.write_record(path, record)
             return {**evidence, "timings": timings, "changed": True}
@@ -276,7 +280,8 @@ class Target(Common):
             self._stop(record, service)
         record.update(state=STARTING, restored=False)
         suspend.write_record(path, record)
-        self._unpack(work, path, record, manifest)
+        root = self._open(work, path, record, manifest)
+        self._unpack(work, root, path, record, manifest)
         if service.show().get("LoadState") == "not-found":
             service.adopt(manifest["workload"]["fragment"])
         size = sum(member["rss"] + member["gpu_bytes"] for member in manifest["members"])
@@ -285,7 +290,7 @@ class Target(Common):
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         pid_file = place / "main.pid"
         pid_file.unlink(missing_ok=True)
-        images = artefact.place(self._store, record["artefact"]) / "images"
+        images = root / "images"
         argv = [
             self._full_path(),
             "restore",
@@ -335,10 +340,10 @@ class Target(Common):
     def _full_path(self) -> str:
         return shutil.which(self._criu) or self._criu
 
-    def _unpack(self, work: Work, path: Path, record: dict[str, Any], manifest: Mapping[str, Any]) -> None:
+    def _unpack(self, work: Work, root: Path, path: Path, record: dict[str, Any], manifest: Mapping[str, Any]) -> None:
         try:
             carried.unpack(
-                artefact.place(self._store, record["artefact"]),
+                root,
                 manifest["paths"],
                 record.setdefault("aside", []),
                 f"before-{record['artefact']}",
@@ -390,6 +395,7 @@ class Target(Common):
         with contextlib.suppress(ServiceError):
             service.settle()
         carried.undo(record.get("aside", ()))
+        self._drop_plain(record)
         if was == UNPACKING:
             service.moved.place([service.unit])  # it goes on where it was
         record.update(state=FAILED, ran=was in (UNLOCKING, RUNNING), aside=[])

@@ -184,6 +184,26 @@ def test_a_capture_stands_still_and_is_whole(place: Place) -> None:
     assert place.unit.seconds == 900
 
 
+def test_an_encrypted_capture_is_plain_nowhere(place: Place, tmp_path: Path) -> None:
+    made = subprocess.run(["age-keygen"], capture_output=True, text=True, check=True)
+    scratch = tmp_path / "scratch"
+    options = {"tool": "age", "recipient": made.stderr.split()[-1], "scratch": str(scratch)}
+    place.work = replace(place.work, save={**place.work.save, "encrypt": options})
+    captured = place.backend().capture(place.work)
+    assert artefact.verify(place.store, captured.artefact) == []
+    manifest = artefact.read(place.store, captured.artefact)
+    assert manifest["sealed"] == {"tool": "age", "recipient": options["recipient"]}
+    assert {path.suffix for path in place.store.rglob("*") if path.is_file()} == {".age", ".json"}
+    assert list(scratch.iterdir()) == []
+
+
+def test_who_cannot_be_encrypted_for_is_not_stopped(place: Place) -> None:
+    options = {"tool": "age", "recipient": "age1nobody"}
+    place.work = replace(place.work, save={**place.work.save, "encrypt": options})
+    (found,) = place.backend().check(place.work)
+    assert found.reason == "unsupported_feature:encryption"
+
+
 def test_a_second_capture_finds_the_first(place: Place) -> None:
     first = place.backend().capture(place.work)
     second = place.backend().capture(place.work)

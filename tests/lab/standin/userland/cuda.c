@@ -796,6 +796,24 @@ static void place(char out[512], int pid, const char *what)
 	snprintf(out, 512, "%s" FOLDER "/%d.%s", root ? root : "", pid, what);
 }
 
+/* The same place, seen from outside: the process may have a root and PIDs of its own, as in a container. */
+static void place_of(char out[512], int pid, const char *what)
+{
+	char name[64], line[256], inner[512];
+	int own = pid;
+	FILE *file;
+
+	snprintf(name, sizeof(name), "/proc/%d/status", pid);
+	file = fopen(name, "re");
+	while (file && fgets(line, sizeof(line), file))
+		if (!strncmp(line, "NSpid:", 6))
+			own = atoi(strrchr(line, '\t') + 1);
+	if (file)
+		fclose(file);
+	place(inner, own, what);
+	snprintf(out, 512, "/proc/%d/root%.440s", pid, inner);
+}
+
 static long knob(const char *kind, const char *function, int pid)
 {
 	char key[128];
@@ -1055,33 +1073,40 @@ static Result exchange(int pid, int tid, const char *function, const char *argum
 {
 	static unsigned long count;
 	unsigned long token = (unsigned long)time(NULL) * 1000000 + getpid() % 1000 * 1000 + ++count, answered = 0;
-	char name[512], part[520];
-	int code = 0, now = 0;
+	char name[512], part[520], answer[512];
+	int code = 0, now = 0, folder, alive = 1;
 	FILE *file;
 
-	place(name, pid, "ask");
+	place_of(name, pid, "ask");
 	snprintf(part, sizeof(part), "%s.part", name);
 	file = fopen(part, "we");
 	if (!file)
 		return OPERATING_SYSTEM;
 	fprintf(file, "%lu %s %s\n", token, function, argument);
 	fclose(file);
-	if (rename(part, name) || syscall(SYS_tgkill, pid, tid, agent_signal()))
+	place_of(answer, pid, "said");
+	*strrchr(name, '/') = 0;
+	folder = open(name, O_PATH | O_DIRECTORY | O_CLOEXEC); /* the process may end right after its answer */
+	place_of(name, pid, "ask");
+	if (folder < 0 || rename(part, name) || syscall(SYS_tgkill, pid, tid, agent_signal()))
 		return OPERATING_SYSTEM;
-	place(name, pid, "said");
-	while (answered != token) {
+	while (answered != token && alive) {
 		struct timespec nap = {.tv_nsec = 2000000};
+		int said;
 
 		nanosleep(&nap, NULL);
-		if (agent_of(pid) != tid)
-			return OPERATING_SYSTEM; /* it ended meanwhile */
-		file = fopen(name, "re");
+		alive = agent_of(pid) == tid;
+		said = openat(folder, strrchr(answer, '/') + 1, O_RDONLY | O_CLOEXEC);
+		file = said < 0 ? NULL : fdopen(said, "r");
 		if (!file)
 			continue;
 		if (fscanf(file, "%lu %d %d", &answered, &code, &now) != 3)
 			answered = 0;
 		fclose(file);
 	}
+	close(folder);
+	if (answered != token)
+		return OPERATING_SYSTEM; /* it ended meanwhile */
 	if (state_out)
 		*state_out = now;
 	return code;
@@ -1096,14 +1121,14 @@ static Result ask(int pid, const char *function, const char *argument, int *stat
 	if (!tid)
 		return NOT_INITIALIZED; /* what the real driver says of a process that has no CUDA */
 	TRY(standin_fault("cuda", function, pid));
-	place(lock, pid, "lock");
+	place_of(lock, pid, "lock");
 	*strrchr(lock, '/') = 0;
 	*strrchr(lock, '/') = 0;
 	mkdir(lock, 0755);
-	place(lock, pid, "lock");
+	place_of(lock, pid, "lock");
 	*strrchr(lock, '/') = 0;
 	mkdir(lock, 0700);
-	place(lock, pid, "lock");
+	place_of(lock, pid, "lock");
 	descriptor = open(lock, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
 	if (descriptor < 0 || flock(descriptor, LOCK_EX))
 		return OPERATING_SYSTEM;
