@@ -21,7 +21,7 @@ from ansible_collections.gpufleet.driver.plugins.plugin_utils import nodes
 
 _ALL = ("store", "state_dir", "criu")
 _FETCH = "checkpoint_fetch"
-_DECLARED = ("name", "unit", "ready", "ready_timeout", "save")
+_DECLARED = ("name", "unit", "container", "engine", "ready", "ready_timeout", "save")
 _GUESTS = ("running", "leaving", "left")
 
 

@@ -22,6 +22,14 @@ options:
       unit:
         description: The systemd unit that runs it. C(.service) may be left out.
         type: str
+      container:
+        description: Name of the container it is, if no unit runs it.
+        type: str
+      engine:
+        description: Whose container it is. With V(docker) it cannot be saved as it is, only save itself.
+        type: str
+        choices: [podman, docker]
+        default: podman
       artefact:
         description: Id of the save, for everything that is done to one that exists.
         type: str
@@ -44,8 +52,10 @@ options:
               - V(cuda_criu) saves the processes with their GPU memory. They come back only under exactly the same
                 driver.
               - V(hook) asks the application to save itself. That outlives a change of the driver.
+              - V(cedana) has Cedana save a pod, a job of Slurm, or a job of its daemon on this node.
+              - V(kubelet) has the kubelet of this node save a container of a pod.
             type: str
-            choices: [cuda_criu, hook]
+            choices: [cuda_criu, hook, cedana, kubelet]
             default: cuda_criu
           paths:
             description:
@@ -57,8 +67,8 @@ options:
             default: []
           progress:
             description:
-              - For V(cuda_criu). Command, as a list of arguments, that prints a number which grows while the work goes
-                on. After a restore it must have grown.
+              - For all but V(hook). Command, as a list of arguments, that prints a number which grows while the work
+                goes on. After a restore it must have grown.
             type: list
             elements: str
             default: []
@@ -68,6 +78,95 @@ options:
                 kept in the manifest.
             type: dict
             default: {}
+          may_repeat:
+            description:
+              - For V(cedana) and V(kubelet), which leave work running after its save. Whether it does no harm if what
+                it did since is done again after a restore. Needed without O(workloads[].save.engine).
+            type: bool
+            default: false
+          cedana:
+            description: For V(cedana). What to save. One of C(pod), C(slurm_job) and C(job).
+            type: dict
+            suboptions:
+              url:
+                description: Its API, for a pod or a job of Slurm.
+                type: str
+              token_file:
+                description: File on the node with the API's token.
+                type: path
+              ca:
+                description: File with the certificates that the API's is to be trusted by.
+                type: path
+              cluster:
+                description: Its id of the cluster. For a restore, of the one to restore to.
+                type: str
+              namespace:
+                description: Namespace of the pod.
+                type: str
+                default: default
+              pod:
+                description: Name of the pod.
+                type: str
+              runc_root:
+                description: Where the runtime keeps the state of the pod's containers.
+                type: path
+                default: /run/containerd/runc/k8s.io
+              slurm_job:
+                description: Id of the job in Slurm.
+                type: str
+              kind:
+                description: What of a job of Slurm is saved.
+                type: str
+                choices: [simple, rootfs, rootfsonly]
+                default: simple
+              job:
+                description: Id of a job of the daemon on this node.
+                type: str
+          kubelet:
+            description: For V(kubelet). What to save.
+            type: dict
+            suboptions:
+              namespace:
+                description: Namespace of the pod.
+                type: str
+                required: true
+              pod:
+                description: Name of the pod.
+                type: str
+                required: true
+              container:
+                description: Name of the container in it.
+                type: str
+                required: true
+              url:
+                description: The kubelet.
+                type: str
+                default: https://127.0.0.1:10250
+              ca:
+                description: File with the certificates that the kubelet's is to be trusted by.
+                type: path
+              token_file:
+                description: File with a token that may create C(nodes/checkpoint).
+                type: path
+              cert:
+                description: File with a client certificate that may, instead of a token.
+                type: path
+              key:
+                description: File with its key.
+                type: path
+              folder:
+                description: Where the kubelet keeps its archives.
+                type: path
+                default: /var/lib/kubelet/checkpoints
+              runtime:
+                description:
+                  - For a restore. The runtime of this node as the node's C(status.nodeInfo.containerRuntimeVersion)
+                    has it, for example V(containerd://2.1.9).
+                type: str
+              runtime_config:
+                description: File with the runtime's settings.
+                type: path
+                default: /etc/containerd/config.toml
           encrypt:
             description:
               - For V(cuda_criu). Encrypts the files of the save for one recipient before they are in O(store). The
@@ -97,8 +196,9 @@ options:
                 default: /dev/shm/gpufleet
           engine:
             description:
-              - For V(cuda_criu), if the work is an inference engine. It finishes its requests before it is stopped,
-                takes no more, and goes on where it comes back, or here if it is not saved.
+              - For V(cuda_criu), V(cedana) and V(kubelet), if the work is an inference engine.
+              - It finishes its requests before it is stopped, takes no more, and goes on where it comes back, or here
+                if it is not saved.
             type: dict
             suboptions:
               kind:
@@ -150,7 +250,7 @@ options:
             type: list
             elements: str
           deadline:
-            description: For V(hook). Seconds until a new save must be there.
+            description: For all but V(cuda_criu). Seconds until a new save must be there.
             type: int
             default: 300
   gang:

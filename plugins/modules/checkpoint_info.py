@@ -90,9 +90,8 @@ from pathlib import Path
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, facts, suspend
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.hook import Hook
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, facts, options, suspend
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
 
 
@@ -120,7 +119,8 @@ def main() -> None:
     report = nvml.observe(20)
     usage = nvml.usage(20)
     backends = {}
-    for chosen in (CudaCriu(execution.run, p["state_dir"], p["store"], criu=p["criu"]), Hook(execution.run)):
+    for name in options.BACKENDS:
+        chosen = options.backend(name, p, Limits(), module.log)
         lacks = [one.as_dict() for one in chosen.probe()]
         backends[chosen.name] = {
             "usable": not lacks,

@@ -37,9 +37,11 @@ options:
       - V(restored) starts the work from its save, and proves it.
       - V(home) puts the files of work that V(left) another node where they were, starts its unit, and proves it.
       - V(absent) makes sure that work which was to be restored here does not run here.
+      - V(verified) proves that work which was restored here goes on. With V(kubelet), a restore only makes an image
+        ready, so this is for when its pod is there.
       - V(discarded) removes the save here, once the work is healthy.
     type: str
-    choices: [prepared, restored, home, absent, discarded]
+    choices: [prepared, restored, verified, home, absent, discarded]
     required: true
   waived:
     description: Fields of the compatibility key that are not compared, by name. Only for what you know to be harmless.
@@ -122,8 +124,15 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import options
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
+    SOURCE_GONE,
+    CheckpointError,
+    Reason,
+)
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.hook import Hook
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.left_running import LeftRunning
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility
 
 
@@ -133,7 +142,7 @@ def main() -> None:
             **options.ARGUMENTS,
             "state": {
                 "type": "str",
-                "choices": ["prepared", "restored", "home", "absent", "discarded"],
+                "choices": ["prepared", "restored", "verified", "home", "absent", "discarded"],
                 "required": True,
             },
             "waived": {"type": "list", "elements": "str", "default": []},
@@ -155,36 +164,46 @@ def main() -> None:
     def differences(key: Mapping[str, Any], node: Mapping[str, Any]) -> Any:
         return compatibility.explain(tupled(key), tupled(node), waived=p["waived"], scope=compatibility.NODE)
 
-    def criu() -> CudaCriu:
-        return options.cuda_criu(p, limits, differences, module.log)
-
     def act(given: Any) -> dict[str, Any]:
         work = options.work_of(given)
-        chosen = criu()
-        if p["state"] == "prepared":
-            if module.check_mode:
-                chosen.compare(work, given["artefact"])
-                return {"changed": True}
-            return {"changed": chosen.prepare(work, given["artefact"])["state"] == "prepared"}
+        chosen = options.backend(work.save["backend"], p, limits, module.log, differences)
         if module.check_mode:
-            return {"changed": True}
-        if p["state"] in ("restored", "home"):
-            bring = chosen.restore if p["state"] == "restored" else chosen.come_home
-            evidence = bring(work, given["artefact"])
+            if p["state"] == "prepared" and not isinstance(chosen, Hook):
+                chosen.compare(work, given["artefact"])
+            return {"changed": p["state"] != "verified"}
+        if p["state"] == "verified":
+            return {"changed": False, "evidence": chosen.verify(work)}
+        if p["state"] == "discarded":
+            return {"changed": chosen.discard(work, given["artefact"])}
+        if p["state"] == "restored":
+            evidence = dict(chosen.restore(work, given["artefact"]))
             return {"changed": evidence.pop("changed", True), "evidence": evidence}
-        if p["state"] == "absent":
-            return chosen.absent(work)
-        return {"changed": chosen.discard(work, given["artefact"])}
+        if isinstance(chosen, LeftRunning) and p["state"] == "prepared":
+            chosen.compare(work, given["artefact"])
+            return {"changed": False}
+        if not isinstance(chosen, CudaCriu):
+            raise CheckpointError(
+                Reason("policy", p["state"], f"backend {chosen.name}", "cuda_criu", "see docs/checkpoint.md",
+                       SOURCE_GONE, work.name)
+            )  # fmt: skip
+        if p["state"] == "prepared":
+            return {"changed": chosen.prepare(work, given["artefact"])["state"] == "prepared"}
+        if p["state"] == "home":
+            evidence = chosen.come_home(work, given["artefact"])
+            return {"changed": evidence.pop("changed", True), "evidence": evidence}
+        return chosen.absent(work)
 
-    if p["state"] != "absent" and options.missing_artefact(p["workloads"]):
+    if p["state"] not in ("absent", "verified") and options.missing_artefact(p["workloads"]):
         module.fail_json(msg=options.missing_artefact(p["workloads"]))
     results = options.each(p["workloads"], act, p["concurrency"])
     failed = [one for one in results if not one["ok"]]
     if failed and p["gang"] and p["state"] == "restored" and not module.check_mode:
         for one, given in zip(results, p["workloads"]):
             if one["ok"]:  # a half restored gang is worse than none
-                criu().absent(options.work_of(given), also_running=True)
-                one.update(ok=False, msg="ended again, for its gang was not restored")
+                chosen = options.backend(given["save"]["backend"], p, limits, module.log, differences)
+                if isinstance(chosen, CudaCriu):
+                    chosen.absent(options.work_of(given), also_running=True)
+                    one.update(ok=False, msg="ended again, for its gang was not restored")
     result = {"changed": any(one.get("changed") for one in results), "workloads": results}
     if failed:
         module.fail_json(msg="; ".join(one["msg"] for one in failed), **result)

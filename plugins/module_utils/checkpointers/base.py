@@ -95,14 +95,16 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Work:
-    """One workload on this node, as its owner declares it. ``save`` are the options of its checkpointer; ``ready`` an
-    argument list that exits with 0 once the work does what it is for."""
+    """One workload on this node, as its owner declares it: a ``unit``, or a ``container`` of ``engine``. ``save`` are
+    the options of its checkpointer; ``ready`` an argument list that exits with 0 once the work does what it is for."""
 
     name: str
     unit: str | None = None
     save: Mapping[str, Any] = field(default_factory=dict)
     ready: tuple[str, ...] = ()
     ready_timeout: float = 120.0
+    container: str | None = None
+    engine: str = "podman"
 
 
 @dataclass(frozen=True)

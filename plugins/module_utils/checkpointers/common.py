@@ -27,10 +27,12 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base
     Reason,
     Work,
 )
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import PREFIX, Podman
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import Seal, SealError
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import unit_name
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import atomic_write
 
 FORMAT = "cuda_criu/1"
@@ -60,6 +62,11 @@ class Limits:
 
 Differences = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Any]]
 """What of the key of a save does not agree with the facts of a node: objects with ``field`` and a text."""
+
+
+def unit_of(work: Work) -> str:
+    """The name under which a work's service is looked up: a unit, or ``podman:NAME`` for a container."""
+    return f"{PREFIX}{work.container}" if work.container and not work.unit else unit_name(work.unit or work.name)
 
 
 def _say_nothing(dummy: str) -> None:
@@ -99,7 +106,7 @@ class Common:
         self._differences = differences
         self._observe, self._usage = observe, usage
         self._say = say
-        self._service = service or (lambda unit: Service(run, unit))
+        self._service = service or (lambda unit: Podman(run, unit) if unit.startswith(PREFIX) else Service(run, unit))
         self._proc, self._sys = proc, sys_root
         self._now, self._sleep = now, sleep
 

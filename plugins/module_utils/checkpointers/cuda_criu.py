@@ -29,7 +29,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
     UNLOCKING,
     UNPACKING,
 )
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.home import Home
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.home import LEFT, Home
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.source import Source
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.target import Target
 
@@ -66,6 +66,8 @@ class CudaCriu(Source, Target, Home, Checkpointer):
                     )
                 for one in record.get("aside", ()):
                     remove(one["kept"])
+                if state == LEFT:
+                    self._service(record["unit"]).forget()
                 if state == RUNNING:
                     record.update(aside=[])
                     suspend.write_record(path, record)

@@ -33,10 +33,10 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
     UNPACKING,
     Common,
     short,
+    unit_of,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import SealError
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import ServiceError
-from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import Systemd, unit_name
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 
 FORMAT = "files/1"
 LEAVING, LEFT, HOME = "leaving", "left", "home"
@@ -52,7 +52,7 @@ class Home(Common):
         :raises CheckpointError: if it does not stop or cannot be packed; it then runs here, if that can be had.
         """
         with self._held(work, "restores") as (path, record):
-            service = self._service(unit_name(work.unit or work.name))
+            service = self._service(unit_of(work))
             paths = [str(one) for one in work.save.get("paths") or ()]
             if record.get("state") == LEFT:
                 return self._left(work, record, changed=False)
@@ -63,7 +63,7 @@ class Home(Common):
             record.update(state=LEAVING, artefact=artefact.new_id(f"{work.name}-home", stamp, os.urandom(3).hex()))
             suspend.write_record(path, record)
             began = self._now()
-            done = self._run(["systemctl", "stop", "--", service.unit], timeout=_STOP)
+            done = service.stop(_STOP)
             try:
                 if service.show().get("ActiveState") not in ("inactive", "failed"):
                     raise ServiceError(f"{service.unit} did not stop ({short(done)})")
@@ -88,7 +88,7 @@ class Home(Common):
                     },
                 )
             except (ServiceError, OSError, artefact.ArtefactError, carried.CarriedError, SealError) as exc:
-                source = self._start_again(service.unit)
+                source = self._start_again(service)
                 with contextlib.suppress(artefact.ArtefactError):
                     artefact.remove(self._store, record["artefact"])
                 record.update(state=RUNNING)
@@ -111,15 +111,13 @@ class Home(Common):
             work.name, self.name, record["artefact"], SOURCE_GONE, record["bytes"], record["seconds"], changed=changed
         )
 
-    def _start_again(self, unit: str) -> str:
-        systemd = Systemd(self._run, self._sleep)
-        systemd.start(unit, timeout=_STOP)
-        return SOURCE_LOST if systemd.wait_back([unit], 60.0) else SOURCE_RUNNING
+    def _start_again(self, service: Service) -> str:
+        return SOURCE_RUNNING if service.start(_STOP) else SOURCE_LOST
 
     def come_home(self, work: Work, artefact_id: str) -> dict[str, Any]:
         """On the machine it came from: its files back in place, its unit started, and proven to go on."""
         with self._held(work, "restores") as (path, record):
-            unit = unit_name(work.unit or work.name)
+            unit = unit_of(work)
             if record.get("state") != HOME or record.get("artefact") != artefact_id:
                 try:
                     manifest = artefact.read(self._store, artefact_id)
@@ -164,8 +162,8 @@ class Home(Common):
         if service.moved.lift_one(unit):
             service.reload()
             changed = True
-        if self._start_again(unit) != SOURCE_RUNNING:
-            said = Systemd(self._run).last_words(unit)
+        if self._start_again(service) != SOURCE_RUNNING:
+            said = service.last_words()
             raise self._failed(
                 work,
                 "verify_failed",
@@ -207,12 +205,12 @@ class Home(Common):
                     f"cat {path}",
                     SOURCE_GONE,
                 )
-            unit = unit_name(work.unit or work.name)
+            unit = unit_of(work)
             service = self._service(unit)
             service.unguard()
             if service.moved.lift_one(unit):
                 service.reload()
-            source = self._start_again(unit)
+            source = self._start_again(service)
             if source != SOURCE_RUNNING:
                 raise self._failed(
                     work,

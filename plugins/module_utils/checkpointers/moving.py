@@ -119,6 +119,12 @@ class Move:
         """
         jobs = [_Job(given, Outcome(str(given["name"]), STAYED), []) for given in workloads]
         moving = [job for job in jobs if job.given["save"].get("backend", "cuda_criu") == "cuda_criu"]
+        for job in jobs:
+            backend = job.given["save"].get("backend", "cuda_criu")
+            if backend not in ("cuda_criu", "hook"):
+                observed = f"backend {backend} moves what a scheduler places"
+                expected = "workload_checkpoint and workload_restore around its scheduler's own acts"
+                self._stay(job, self._reason(job, "policy", "place", observed, expected))
         self._find_targets(moving, candidates)
         self._capture([job for job in jobs if not job.over])
         promised = [job.target for job in moving if job.target]

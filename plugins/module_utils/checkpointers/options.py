@@ -15,18 +15,20 @@ from typing import Any, Callable
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
     SOURCE_RUNNING,
-    Checkpointer,
     CheckpointError,
     Reason,
     Work,
 )
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cedana import Cedana
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Differences, Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.engine import KINDS
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.hook import Hook
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.kubelet import Kubelet
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.left_running import LeftRunning
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import SCRATCH, TOOLS
 
-BACKENDS = ("cuda_criu", "hook")
+BACKENDS = ("cuda_criu", "hook", "cedana", "kubelet")
 
 ENGINE: Mapping[str, Any] = {
     "kind": {"type": "str", "choices": list(KINDS), "required": True},
@@ -41,12 +43,40 @@ ENCRYPT: Mapping[str, Any] = {
     "identity": {"type": "path"},
     "scratch": {"type": "path", "default": SCRATCH},
 }
+CEDANA: Mapping[str, Any] = {
+    "url": {"type": "str"},
+    "token_file": {"type": "path", "no_log": False},
+    "ca": {"type": "path"},
+    "cluster": {"type": "str"},
+    "namespace": {"type": "str", "default": "default"},
+    "pod": {"type": "str"},
+    "runc_root": {"type": "path", "default": "/run/containerd/runc/k8s.io"},
+    "slurm_job": {"type": "str"},
+    "kind": {"type": "str", "choices": ["simple", "rootfs", "rootfsonly"], "default": "simple"},
+    "job": {"type": "str"},
+}
+KUBELET: Mapping[str, Any] = {
+    "namespace": {"type": "str", "required": True},
+    "pod": {"type": "str", "required": True},
+    "container": {"type": "str", "required": True},
+    "url": {"type": "str", "default": "https://127.0.0.1:10250"},
+    "ca": {"type": "path"},
+    "token_file": {"type": "path", "no_log": False},
+    "cert": {"type": "path"},
+    "key": {"type": "path", "no_log": False},
+    "folder": {"type": "path", "default": "/var/lib/kubelet/checkpoints"},
+    "runtime": {"type": "str"},
+    "runtime_config": {"type": "path", "default": "/etc/containerd/config.toml"},
+}
 _TEXTS = {"type": "list", "elements": "str"}
 SAVE: Mapping[str, Any] = {
     "backend": {"type": "str", "choices": list(BACKENDS), "default": "cuda_criu"},
     "paths": {"type": "list", "elements": "path", "default": []},
     "progress": {**_TEXTS, "default": []},
     "key": {"type": "dict", "default": {}, "no_log": False},
+    "may_repeat": {"type": "bool", "default": False},
+    "cedana": {"type": "dict", "options": dict(CEDANA)},
+    "kubelet": {"type": "dict", "options": dict(KUBELET)},
     "encrypt": {"type": "dict", "options": dict(ENCRYPT)},
     "engine": {"type": "dict", "options": dict(ENGINE)},
     "keep": {"type": "int", "default": 604800},
@@ -65,6 +95,8 @@ ARGUMENTS: Mapping[str, Any] = {
         "options": {
             "name": {"type": "str", "required": True},
             "unit": {"type": "str"},
+            "container": {"type": "str"},
+            "engine": {"type": "str", "choices": ["podman", "docker"], "default": "podman"},
             "artefact": {"type": "str"},
             "ready": {**_TEXTS, "default": []},
             "ready_timeout": {"type": "int", "default": 120},
@@ -81,13 +113,31 @@ ARGUMENTS: Mapping[str, Any] = {
 
 def work_of(given: Mapping[str, Any]) -> Work:
     """A workload from the module's option."""
-    return Work(given["name"], given["unit"], given["save"], tuple(given["ready"]), float(given["ready_timeout"]))
+    return Work(
+        given["name"],
+        given["unit"],
+        given["save"],
+        tuple(given["ready"]),
+        float(given["ready_timeout"]),
+        given["container"],
+        given["engine"],
+    )
 
 
-def cuda_criu(
-    params: Mapping[str, Any], limits: Limits, differences: Differences | None, say: Callable[[str], None]
-) -> CudaCriu:
-    return CudaCriu(
+_ON_NODES: Mapping[str, type[CudaCriu] | type[LeftRunning]] = {one.name: one for one in (CudaCriu, Cedana, Kubelet)}
+
+
+def backend(
+    name: str,
+    params: Mapping[str, Any],
+    limits: Limits,
+    say: Callable[[str], None],
+    differences: Differences | None = None,
+) -> CudaCriu | LeftRunning | Hook:
+    """The checkpointer of that name, as a module's parameters want it."""
+    if name == Hook.name:
+        return Hook(execution.run)
+    return _ON_NODES[name](
         execution.run,
         params["state_dir"],
         params["store"],
@@ -97,10 +147,6 @@ def cuda_criu(
         differences=differences,
         say=say,
     )
-
-
-def backend(name: str, params: Mapping[str, Any], limits: Limits, say: Callable[[str], None]) -> Checkpointer:
-    return Hook(execution.run) if name == Hook.name else cuda_criu(params, limits, None, say)
 
 
 Act = Callable[[Mapping[str, Any]], Mapping[str, Any]]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
-from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import Hold
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import Hold, Systemd
 
 _QUERY = 30.0
 _SHOWN = (
@@ -168,6 +168,19 @@ class Service:
         """Forget that it was killed, so that it counts as stopped and not as failed."""
         self._run(["systemctl", "reset-failed", "--", self.unit], timeout=_QUERY)
 
+    def stop(self, timeout: float) -> Completed:
+        """End it as its owner wants it to end."""
+        return self._run(["systemctl", "stop", "--", self.unit], timeout=timeout)
+
+    def start(self, timeout: float) -> bool:
+        """Start it from its own state; whether it stays up."""
+        systemd = Systemd(self._run, self._sleep)
+        systemd.start(self.unit, timeout=timeout)
+        return not systemd.wait_back([self.unit], 60.0)
+
+    def last_words(self) -> str:
+        return Systemd(self._run).last_words(self.unit)
+
     # -- the return
 
     def adopt(self, fragment: str) -> None:
@@ -189,3 +202,7 @@ class Service:
     def settle(self) -> None:
         """The unit's own command again, for the next time it is started."""
         self._drop(self.RESTORE)
+
+    def forget(self) -> None:
+        """Take away what :meth:`start_from` made here of work that does not stay."""
+        self.settle()

@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import sys
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -45,12 +46,16 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
     Common,
     criu_errors,
     short,
+    unit_of,
 )
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import ARCHIVE, Podman
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.engine import Engine, EngineError
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import Seal, SealError
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import gpus
-from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import unit_name
+
+_CONTAINED = tuple(f"namespace_{name}" for name in ("mnt", "pid", "net", "ipc", "uts", "cgroup"))
+"""What a container is made of, and podman saves and makes anew."""
 
 _GHOSTS = 512 << 20
 """Bytes of a deleted file that is still open; CRIU's own limit of 1 MB is too small for what frameworks leave."""
@@ -61,22 +66,18 @@ class Source(Common):
 
     def _look(self, work: Work) -> tuple[Service, Mapping[str, str], list[tree.Process]]:
         """The service, its properties and its processes, seen twice the same."""
-        if not work.unit:
-            raise self._failed(
-                work,
-                "unsupported_feature:kind",
-                "membership",
-                "no unit is named",
-                "a systemd service",
-                "declare its unit",
-            )
-        unit = unit_name(work.unit)
-        service = self._service(unit)
+        if not work.unit and (not work.container or work.engine != "podman"):
+            seen = f"a container of {work.engine}" if work.container else "no unit and no container is named"
+            expected = "a systemd service or a container of podman"
+            raise self._failed(work, "unsupported_feature:kind", "membership", seen, expected, "see docs/checkpoint.md")
+        unit = unit_of(work)
         try:
+            service = self._service(unit)
             shown = service.show()
         except ServiceError as exc:
+            expected = "an answer of what runs it"
             raise self._failed(
-                work, "unsupported_backend", "membership", str(exc), "systemd", "systemctl status"
+                work, "unsupported_backend", "membership", str(exc), expected, "systemctl status"
             ) from exc
         if shown.get("ActiveState") != "active" or not int(shown.get("MainPID") or 0):
             state = f"{unit} is {shown.get('ActiveState')}, main PID {shown.get('MainPID')}"
@@ -117,6 +118,8 @@ class Source(Common):
         cuda = self._cuda(processes)
         for one in processes:
             for feature, seen in one.problems:
+                if isinstance(service, Podman) and feature in _CONTAINED:
+                    continue
                 refuse(
                     f"unsupported_feature:{feature}",
                     f"PID {one.pid} {one.comm}: {seen}",
@@ -148,6 +151,13 @@ class Source(Common):
                     "none",
                     f"systemctl cat {unit}",
                 )
+        if isinstance(service, Podman):
+            for feature, seen, command in service.refusals():
+                refuse(f"unsupported_feature:{feature}", seen, "none", command)
+            connected = tree.established(processes, f"{self._proc}/{root}")
+            if connected:
+                seen = f"{len(connected)} established TCP connections, which podman does not close"
+                refuse("unsupported_feature:tcp", seen, "none at that moment", f"ss -tnp | grep pid={root}")
         usage = self._usage()
         used = {gpu for one in processes if one.pid in usage for gpu in usage[one.pid].gpus}
         if any(one.nccl for one in processes) and (len(used) > 1 or len(cuda) > 1):
@@ -299,7 +309,10 @@ class Source(Common):
             "unit": service.unit,
             "artefact": artefact.new_id(work.name, stamp, os.urandom(3).hex()),
             "members": [
-                tree.as_member(one, one.pid in cuda, computes_on.get(one.pid, ()), used.get(one.pid, 0))
+                {
+                    **tree.as_member(one, one.pid in cuda, computes_on.get(one.pid, ()), used.get(one.pid, 0)),
+                    "inner": tree.inner_pid(one.pid, self._proc),
+                }
                 for one in processes
             ],
             "drop_in": str(service.guard_path),
@@ -322,7 +335,7 @@ class Source(Common):
                 ("quiesce", lambda: self._quiesce(work, path, record)),
                 ("lock", lambda: self._lock(work, list(cuda))),
                 ("checkpoint", lambda: self._checkpoint(work, list(cuda), size)),
-                ("dump", lambda: self._dump(work, int(shown["MainPID"]), processes, plain, size)),
+                ("dump", lambda: self._dump(work, service, int(shown["MainPID"]), processes, plain, size)),
                 ("files", lambda: self._carry(work, plain)),
                 ("seal", lambda: self._close(work, seal, plain, staged, size)),
                 ("publish", lambda: self._publish(work, service, record, processes, staged, key, timings)),
@@ -378,9 +391,32 @@ class Source(Common):
                     pid=pid,
                 )
 
-    def _dump(self, work: Work, root: int, processes: Sequence[tree.Process], staged: Path, size: int) -> None:
+    def _dump_container(
+        self, work: Work, service: Podman, processes: Sequence[tree.Process], images: Path, size: int
+    ) -> None:
+        look = f"podman container checkpoint --export FILE --keep {service.container}"
+        done = service.dump([one.pid for one in processes], images, self._limits.by_size(size))
+        if not done.ok:
+            raise self._failed(work, "dump_failed", "dump", short(done), "rc 0", look)
+        wanted = {f"checkpoint/core-{tree.inner_pid(one.pid, self._proc)}.img" for one in processes}
+        try:
+            with tarfile.open(images.parent / ARCHIVE) as archive:
+                missing = sorted(wanted - set(archive.getnames()))
+        except (OSError, tarfile.TarError) as exc:
+            raise self._failed(work, "dump_failed", "dump", f"{images.parent / ARCHIVE}: {exc}", "rc 0", look) from exc
+        running = [one.pid for one in processes if not suspend.stands_still(one.pid, self._proc)]
+        if missing or running:
+            observed = f"{', '.join(missing) or 'nothing'} missing, PIDs {running} not stopped"
+            raise self._failed(work, "dump_failed", "dump", observed, "every process saved and stopped", look)
+
+    def _dump(
+        self, work: Work, service: Service, root: int, processes: Sequence[tree.Process], staged: Path, size: int
+    ) -> None:
         images = staged / "images"
         images.mkdir(mode=0o700)
+        if isinstance(service, Podman):
+            self._dump_container(work, service, processes, images, size)
+            return
         argv = [
             self._criu,
             "dump",
@@ -449,13 +485,16 @@ class Source(Common):
         paths = [str(path) for path in work.save.get("paths") or ()]
         report = self._observe()
         declared = {
-            "unit": service.unit,
+            "unit": work.unit,
+            "container": work.container,
             "save": dict(work.save),
             "ready": list(work.ready),
             "ready_timeout": work.ready_timeout,
         }
-        files = {one.path: one for process in processes for one in process.files}
-        libraries = {path: size for process in processes for path, size in process.libraries}
+        box = service if isinstance(service, Podman) else None
+        outside = [] if box else processes  # what a container has open is its image's, or its mounts'
+        files = {one.path: one for process in outside for one in process.files}
+        libraries = {path: size for process in outside for path, size in process.libraries}
         manifest = artefact.publish(
             staged,
             record["artefact"],
@@ -467,6 +506,7 @@ class Source(Common):
                     "unit": service.unit,
                     "fragment": service.fragment(),
                     "declared": declared,
+                    "image": box.image() if box else None,
                     "wake": record.get("wake", []),
                 },
                 "backend": {"name": self.name, "format": FORMAT, "options": self._criu_options()},
@@ -474,7 +514,7 @@ class Source(Common):
                 "node": self._node,
                 "members": record["members"],
                 "gpus": facts.gpu_order(report),
-                "journal_sockets": tree.journal_sockets(processes, self._proc),
+                "journal_sockets": tree.journal_sockets(outside, self._proc),
                 "connections_closed": tree.established(processes, self._proc),
                 "paths": paths,
                 "sealed": self._sealed_by(work),

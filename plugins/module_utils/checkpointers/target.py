@@ -9,7 +9,9 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,6 +44,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
     criu_errors,
     short,
 )
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import Podman
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 
 _MAP_SINCE = 580
@@ -127,6 +130,15 @@ class Target(Common):
             refuse(f"key_mismatch:{one.field}", str(one), "the same on both nodes", "gpufleet.driver.checkpoint_info")
         service = self._service(manifest["workload"]["unit"])
         shown = service.show()
+        box = service if isinstance(service, Podman) else None
+        if box and shown.get("LoadState") != "not-found":
+            name = box.container
+            refuse("policy", f"there is a container {name} here", "no container of that name", f"podman rm {name}")
+        trouble = box.lacks(manifest["workload"]["image"]) if box else ""
+        if trouble:
+            refuse(
+                "key_mismatch:image", trouble, "the image and what it mounts on both nodes", "podman images --digests"
+            )
         if shown.get("ActiveState") not in ("inactive", "failed", None):
             refuse(
                 "policy",
@@ -134,7 +146,8 @@ class Target(Common):
                 "a unit that does not run here",
                 f"systemctl status {service.unit}",
             )
-        taken = tree.taken((one for member in manifest["members"] for one in member["ids"] if one), self._proc)
+        ids = [] if box else [one for member in manifest["members"] for one in member["ids"] if one]
+        taken = tree.taken(ids, self._proc)
         if taken:
             pid, name = next(iter(taken.items()))
             refuse("key_mismatch:pids", f"PID {pid} is {name} here", "every PID of the work free", f"ps -fp {pid}", pid)
@@ -307,7 +320,10 @@ class Target(Common):
         ]
         for inode in manifest["journal_sockets"]:
             argv += ["--inherit-fd", f"fd[1]:socket:[{inode}]"]
-        done = service.start_from(argv, pid_file, record["members"][0]["comm"], seconds)
+        if isinstance(service, Podman):
+            done = service.restore(images, seconds)
+        else:
+            done = service.start_from(argv, pid_file, record["members"][0]["comm"], seconds)
         if not done.ok:
             timed_out = done.timed_out or service.show().get("Result") == "timeout"
             raise self._failed(
@@ -319,8 +335,10 @@ class Target(Common):
                 f"journalctl -u {service.unit}",
                 SOURCE_GONE,
             )
+        pids = self._pids(record, service)
         members = []
         for member in record["members"]:
+            member = {**member, "pid": pids.get(member["pid"], member["pid"])}
             start = suspend.start_of(member["pid"], self._proc)
             if start is None:
                 raise self._failed(
@@ -336,6 +354,19 @@ class Target(Common):
             members.append({**member, "start": start})
         record.update(members=members, restored=True)
         suspend.write_record(path, record)
+        if isinstance(service, Podman):
+            for member in members:  # podman brings back what stood still, standing still
+                os.kill(member["pid"], signal.SIGCONT)
+
+    def _pids(self, record: Mapping[str, Any], service: Service) -> dict[int, int]:
+        """PIDs that a container's processes had where they were saved → the ones they have here."""
+        if not isinstance(service, Podman):
+            return {}
+        here = {
+            tree.inner_pid(pid, self._proc): pid
+            for pid in tree.pids_of(service.show().get("ControlGroup", ""), self._sys)
+        }
+        return {one["pid"]: here.get(one["inner"], 0) for one in record["members"]}
 
     def _full_path(self) -> str:
         return shutil.which(self._criu) or self._criu
@@ -392,6 +423,8 @@ class Target(Common):
                 service.guard()
                 self._stop(record, service)
                 service.unguard()
+                if was != UNPACKING:
+                    service.forget()
         with contextlib.suppress(ServiceError):
             service.settle()
         carried.undo(record.get("aside", ()))
