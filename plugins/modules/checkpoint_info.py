@@ -30,6 +30,7 @@ options:
     type: str
     default: criu
 seealso:
+  - module: gpufleet.driver.checkpoint_collect
   - module: gpufleet.driver.workload_checkpoint
   - module: gpufleet.driver.workload_restore
 """
@@ -73,6 +74,12 @@ problems:
   description: Id of each save that is not what was published, with what is wrong.
   type: dict
   returned: with O(verify=true)
+waited_for:
+  description:
+    - Saves that must stay, by id, with the reason. Their work is not yet proven to go on.
+    - M(gpufleet.driver.checkpoint_collect) removes the others once they have expired.
+  type: dict
+  returned: always
 stopped:
   description: What is remembered of workloads that were saved here. Those C(frozen) or C(published) stand still.
   type: list
@@ -85,24 +92,12 @@ restored:
   returned: always
 """
 
-from pathlib import Path
-
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, facts, options, suspend
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, facts, garbage, options
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
-
-
-def records(state_dir: str, side: str) -> list[dict[str, object]]:
-    found = []
-    for path in sorted(Path(state_dir, side).glob("*.json")):
-        try:
-            found.append(suspend.read_record(path))
-        except ValueError as exc:
-            found.append({"workload": path.stem, "state": "unknown", "msg": f"{path} is damaged: {exc}"})
-    return found
 
 
 def main() -> None:
@@ -138,8 +133,9 @@ def main() -> None:
         "free_bytes": artefact.free_bytes(p["store"]),
         "saves": saves,
         "leftovers": leftovers,
-        "stopped": records(p["state_dir"], "checkpoints"),
-        "restored": records(p["state_dir"], "restores"),
+        "waited_for": garbage.needed(p["state_dir"]),
+        "stopped": garbage.records(p["state_dir"], "checkpoints"),
+        "restored": garbage.records(p["state_dir"], "restores"),
     }
     if p["verify"]:
         wrong = {save["id"]: artefact.verify(p["store"], save["id"]) for save in saves}

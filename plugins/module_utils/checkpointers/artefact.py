@@ -13,6 +13,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -330,21 +331,19 @@ def listing(store: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
     return whole, others
 
 
-def collect(store: str | Path, now: float, keep: Iterable[str] = ()) -> list[str]:
-    """Remove leftovers of more than a day and artefacts past their expiry, but for ``keep``; the names removed."""
-    kept, removed = set(keep), []
-    whole, others = listing(store)
-    for manifest in whole:
-        expires = manifest.get("expires")
-        if manifest["id"] not in kept and isinstance(expires, (int, float)) and expires < now:
-            remove(store, manifest["id"])
-            removed.append(manifest["id"])
-    for name in others:
-        path = Path(store, name)
-        if name not in kept and now - path.stat().st_mtime > LEFTOVER_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(name)
-    return removed
+def leftovers(store: str | Path, now: float) -> list[str]:
+    """Names of what was begun in a store more than a day ago and never became an artefact."""
+    places = [Path(store, name) for name in listing(store)[1]]
+    return [place.name for place in places if now - place.stat().st_mtime > LEFTOVER_SECONDS]
+
+
+def remove_any(store: str | Path, name: str) -> None:
+    """Remove an artefact or a leftover by its name; :raises ArtefactError: if it cannot be."""
+    with contextlib.suppress(FileNotFoundError):
+        (Path(store, name) / MANIFEST).unlink()
+    shutil.rmtree(Path(store, name), ignore_errors=True)
+    if Path(store, name).exists():
+        raise ArtefactError(f"cannot remove {Path(store, name)}; see what holds it: lsof +D {Path(store, name)}")
 
 
 def free_bytes(path: str | Path) -> int:

@@ -158,19 +158,6 @@ def test_another_artefact_of_the_same_name_is_not_taken_for_it(tmp_path: Path) -
         artefact.receive(tmp_path / "there", published(tmp_path / "here"))
 
 
-def test_rubbish_is_collected_and_nothing_else(tmp_path: Path) -> None:
-    published(tmp_path, "old", expires=100.0)
-    published(tmp_path, "kept", expires=100.0)
-    published(tmp_path, "new", expires=1e12)
-    artefact.stage(tmp_path, "begun")
-    now = 200.0
-    assert artefact.collect(tmp_path, now, keep=["kept"]) == ["old"]
-    whole, others = artefact.listing(tmp_path)
-    assert ([one["id"] for one in whole], others) == (["kept", "new"], [".stage-begun"])
-    later = (tmp_path / ".stage-begun").stat().st_mtime + artefact.LEFTOVER_SECONDS + 1
-    assert ".stage-begun" in artefact.collect(tmp_path, later, keep=["kept", "new"])
-
-
 def test_removal_begins_with_the_manifest(tmp_path: Path) -> None:
     published(tmp_path)
     assert artefact.remove(tmp_path, ID)
