@@ -155,7 +155,7 @@ class Place:
         )
 
     def record(self) -> dict[str, Any]:
-        return suspend.read_record(self.backend().record_path("work"))
+        return suspend.read_record(self.backend().record_path(self.work.name))
 
     @property
     def left_behind(self) -> list[str]:
