@@ -80,6 +80,10 @@ FIELDS = (
 )
 NAMES = frozenset(each.name for each in FIELDS)
 
+NOT_OF_OWN_SAVES = NAMES - {"gpu_model", "driver"}
+"""What does not matter to work that saves itself in a form of its own (a Slurm job, asked by a signal): it is promised
+the GPU model and driver that it had, and nobody tells more about a node of Slurm."""
+
 
 @dataclass(frozen=True)
 class Mismatch:

@@ -153,7 +153,7 @@ class Model:
 
     def _shape(self, workload: Workload, node: int) -> tuple[Shape, frozenset[int], frozenset[int]]:
         requires = tuple(sorted(workload.requires.items())) if workload.requires else ()
-        key = (self.classes.of[node], id(workload.facts), requires, workload.tolerates)
+        key = (self.classes.of[node], id(workload.facts), requires, workload.tolerates, workload.backends)
         found = self._shapes.get(key)
         if found is None:
             shape = shape_of(workload, self.nodes[node])

@@ -26,12 +26,14 @@ _NOTHING: Mapping[int, Any] = {}
 
 @dataclass(frozen=True)
 class Shape:
-    """What a workload asks of a node besides room; workloads of one shape fit the same classes of nodes."""
+    """What a workload asks of a node besides room; workloads of one shape fit the same classes of nodes. ``waived`` are
+    the fields of the key that do not matter to it."""
 
     key: Facts
     gpu_model: str | None
     requires: tuple[tuple[str, tuple[str, ...]], ...]
     tolerates: tuple[str, ...]
+    waived: frozenset[str] = frozenset()
 
 
 class Classes:
@@ -59,11 +61,13 @@ class Classes:
         """Classes on which a checkpoint of this shape may be restored."""
         if shape not in self._restore:
             self._restore[shape] = frozenset(
-                number
-                for number in self.startable(shape)
-                if not compatibility.explain(shape.key, self.facts[number], waived=self.waived, scope="node")
+                number for number in self.startable(shape) if not self._mismatches(shape, number)
             )
         return self._restore[shape]
+
+    def _mismatches(self, shape: Shape, number: int) -> tuple[compatibility.Mismatch, ...]:
+        waived = shape.waived.union(self.waived)
+        return compatibility.explain(shape.key, self.facts[number], waived=waived, scope="node")
 
     def startable(self, shape: Shape) -> frozenset[int]:
         """Classes on which a workload of this shape may be started from nothing."""
@@ -75,7 +79,7 @@ class Classes:
         """Why a shape does not fit a class, or None."""
         reason = _admission(shape, self.sample[number])
         if reason is None and restore:
-            found = compatibility.explain(shape.key, self.facts[number], waived=self.waived, scope="node")
+            found = self._mismatches(shape, number)
             reason = str(found[0]) if found else None
         return reason
 
@@ -101,7 +105,11 @@ def shape_of(workload: Workload, node: Node) -> Shape:
     """The shape of a workload that runs on ``node`` now."""
     requires = tuple(sorted(workload.requires.items())) if workload.requires else ()
     return Shape(
-        compatibility.key_of(workload.facts, compatibility.offered(node)), node.gpu_model, requires, workload.tolerates
+        compatibility.key_of(workload.facts, compatibility.offered(node)),
+        node.gpu_model,
+        requires,
+        workload.tolerates,
+        compatibility.NOT_OF_OWN_SAVES if workload.backends == ("slurm",) else frozenset(),
     )
 
 

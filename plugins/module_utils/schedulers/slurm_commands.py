@@ -26,6 +26,8 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base im
 
 _AT_ONCE = 8
 _MOST_NAMES = 1000
+_ALIEN = ("SLURM_", "SQUEUE_", "SRUN_", "SCONTROL_")
+_NEEDED = ("SLURM_CONF", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -100,8 +102,9 @@ class Commands:
     def start(self, argv: Sequence[str], timeout: float) -> Completed:
         """One of Slurm's commands in the environment it needs."""
         environment = {"SLURM_TIME_FORMAT": "%s", **({"SLURM_CONF": self.conf} if self.conf else {})}
-        # what a person set to see squeue otherwise must not change what we see
-        unset = [word for name in os.environ if name.startswith("SQUEUE_") for word in ("-u", name)]
+        # what a person set to see things otherwise, or the job that this runs in, must not change what is done
+        alien = [name for name in os.environ if name.startswith(_ALIEN) and not name.startswith(_NEEDED)]
+        unset = [word for name in alien for word in ("-u", name)]
         program = str(Path(self.directory, argv[0])) if self.directory else argv[0]
         return self.run([*(["env", *unset] if unset else []), program, *argv[1:]], timeout=timeout, env=environment)
 

@@ -146,7 +146,7 @@ class Evacuation:
         watch.on = {workload: _nodes_of(members, watch.names) for workload, members in found.items()}
         watch.waiting = {name: [] for name in watch.names}
         watch.failed = {}
-        todo: list[tuple[Job, Step]] = []
+        todo: list[tuple[Sequence[Job], Step]] = []
         for workload, members in found.items():
             job = members[0]
             step = self._next(job, wanted.get(workload, ""), mark, deadline, self._saved(watch, job))
@@ -159,7 +159,7 @@ class Evacuation:
                 if step.do not in ("wait", "fail"):
                     watch.changed.add(name)
             if step.do not in ("wait", "fail"):
-                todo.append((job, step))
+                todo.append((members, step))
                 watch.did[workload] = step
         each(lambda item: self._act(item[0], item[1], mark, nodes), todo)
         watch.unreleased = self._release(jobs, mark, {name for name in watch.names if nodes[name].drain})
@@ -226,8 +226,10 @@ class Evacuation:
 
     # ---- what is done to a job; each can be repeated
 
-    def _act(self, job: Job, step: Step, mark: Mark, nodes: Mapping[str, Node]) -> None:
-        now, off = int(self._clock()), ",".join(job.nodes)
+    def _act(self, members: Sequence[Job], step: Step, mark: Mark, nodes: Mapping[str, Node]) -> None:
+        """What is done to the first component of a heterogeneous job is done to all."""
+        job = members[0]
+        now, off = int(self._clock()), ",".join(dict.fromkeys(node for member in members for node in member.nodes))
         message = f"{off} gets another NVIDIA driver, and this job {step.why}"
         if step.do == "signal":
             said = slurm_jobs.declared(job.comment)
@@ -236,7 +238,7 @@ class Evacuation:
             # noted after the signal: a call that dies in between asks once more, which does no harm
             self._tell(job, message, Token(mark.run_id, "asked", now, seen))
         elif step.do == "hold":
-            versions = {slurm_jobs.version_of(nodes[name]) for name in job.nodes if name in nodes}
+            versions = {slurm_jobs.version_of(nodes[name]) for name in off.split(",") if name in nodes}
             version = versions.pop() if len(versions) == 1 else None
             feature = f"{slurm_jobs.DRIVER_FEATURE}{version}" if version else ""
             if feature and slurm_jobs.bound(job.constraint, feature) is None:
@@ -255,7 +257,7 @@ class Evacuation:
             self._tell(job, message, Token(mark.run_id, "done", now))
             self._slurm.change("scancel", job.id)
         if self._notify:
-            self._slurm.run(_filled(self._notify, job, message), timeout=self._slurm.timeout)
+            self._slurm.run(_filled(self._notify, job, off, message), timeout=self._slurm.timeout)
 
     def _tell(self, job: Job, message: str, noted: Token) -> None:
         """Note in the job how far it is, where its owner reads it too."""
@@ -329,8 +331,8 @@ def _nodes_of(members: Sequence[Job], names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(node for job in members for node in job.nodes if node in ours))
 
 
-def _filled(command: Sequence[str], job: Job, message: str) -> list[str]:
-    values = {"job": job.shown, "user": job.user, "nodes": ",".join(job.nodes), "message": message}
+def _filled(command: Sequence[str], job: Job, nodes: str, message: str) -> list[str]:
+    values = {"job": job.shown, "user": job.user, "nodes": nodes, "message": message}
     words = []
     for word in command:
         for name, value in values.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from slurm_cluster import Cluster, until
@@ -25,6 +26,42 @@ def test_a_controller_that_restarts_meanwhile_is_waited_for(slurm: Cluster) -> N
         assert slurm.backend().cordon(["gpu-1"], R1)["gpu-1"].changed
     finally:
         later.join()
+
+
+def restart(slurm: Cluster) -> None:
+    slurm.lab("kill", "slurmctld")
+    slurm.lab("start", "slurmctld")
+
+
+def test_a_controller_that_crashes_while_a_job_saves_itself_costs_nothing(slurm: Cluster) -> None:
+    job = slurm.counter("f", takes=4)
+    node = slurm.running(job).nodes[0]
+    until(lambda: slurm.text("f.now"), "a step")
+    slurm.backend().cordon([node], R1)
+    slurm.saved(f"run={R1.run_id}")
+    with ThreadPoolExecutor(1) as pool:
+        emptied = pool.submit(slurm.empty, [node], R1, "move", 60)
+        until(lambda: "step=asked" in slurm.job(job).admin_comment, "it is asked to save itself")
+        restart(slurm)
+        assert [end.how for end in emptied.result()[node].ends] == ["requeued"]
+    slurm.running(job, 60)
+    assert int(slurm.text("f")) > 0 and slurm.text("f.log").splitlines()[1].startswith(
+        f"start {slurm.text('f').strip()}"
+    )
+
+
+def test_a_controller_that_crashes_during_a_proof_leaves_the_node_closed(slurm: Cluster) -> None:
+    mark = Mark("run-proof", 1.0)
+    slurm.backend().cordon(["gpu-1"], mark)
+    slurm.saved("run=run-proof")
+    with ThreadPoolExecutor(1) as pool:
+        proof = pool.submit(slurm.backend(command=["sleep", "5"]).validate, ["gpu-1"], mark, {"gpu-1": 4}, 40)
+        until(lambda: any(job.name == "gpufleet-validate" and job.on_node for job in slurm.commands.jobs()), "it runs")
+        restart(slurm)
+        proof.result()
+    assert slurm.node("gpu-1").drain and slurm.node("gpu-1").reason.endswith("run=run-proof")
+    assert not slurm.commands.reservations()
+    assert not slurm.backend().validate(["gpu-1"], mark, {"gpu-1": 4}, 40)["gpu-1"].failed
 
 
 @pytest.mark.parametrize("daemon", ["slurmctld", "munge"])

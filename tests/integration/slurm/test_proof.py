@@ -107,3 +107,16 @@ def test_a_foreign_drain_is_not_lifted_even_for_a_proof(slurm: Cluster) -> None:
     result = slurm.backend().validate(["gpu-1"], R1, {}, 20)["gpu-1"]
     assert not result.failed and "fan broken" in result.msg
     assert slurm.node("gpu-1").reason == "fan broken"
+
+
+def test_what_is_set_for_a_job_that_we_run_in_changes_nothing(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SLURM_JOB_ID": "999",
+        "SLURM_NNODES": "3",
+        "SLURM_PARTITION": "none",
+        "SRUN_DEBUG": "9",
+    }.items():
+        monkeypatch.setenv(name, value)
+    slurm.backend().cordon(["gpu-1"], R1)
+    result = slurm.backend().validate(["gpu-1"], R1, {"gpu-1": 4}, 60)["gpu-1"]
+    assert not result.failed, result.msg

@@ -11,7 +11,7 @@ import pytest
 from slurm_cluster import NEW, OLD, Cluster, until
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import slurm_jobs
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Mark
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Fate, Mark
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_jobs import Policy
 
 R1, R2 = Mark("run-1", 1.0), Mark("run-2", 2.0)
@@ -163,3 +163,33 @@ def test_a_job_with_a_node_outside_the_batch_is_not_hurried_back_to_it(slurm: Cl
     slurm.empty(["gpu-1"], R1, fate="cold_start")
     slurm.sh("scontrol", "update", "nodename=gpu-3", "state=resume")
     assert set(slurm.running(job).nodes) == {"gpu-2", "gpu-3"}
+
+
+HET = """\
+#!/bin/bash
+#SBATCH --requeue --gres=gpu:4 --output=/dev/null
+#SBATCH hetjob
+#SBATCH --requeue --gres=gpu:4 --output=/dev/null
+"""
+
+
+@pytest.mark.each_release
+@pytest.mark.parametrize("fate", ["cold_start", "move"])
+def test_a_heterogeneous_job_is_one(slurm: Cluster, fate: str) -> None:
+    """Only the node of its first component is drained; the other one's must not get it back at once either."""
+    slurm.drain("gpu-3", "gpu-4")
+    log = slurm.state / "jobs" / f"het-{fate}"
+    saves = f"#SBATCH --comment='gpufleet.signal=USR1 gpufleet.saved={log}.saved'\n" if fate == "move" else ""
+    head, tail = HET.split("#SBATCH hetjob")
+    body = f"trap 'echo 1 >{log}.saved' USR1; echo start >>{log}; while :; do sleep 0.2; done"
+    job = slurm.submit(f"{head}{saves}#SBATCH hetjob{tail}{body}")
+    first = slurm.running(f"{job}+0").nodes[0]
+    until(log.exists, "the script has begun")
+    slurm.sh("scontrol", "update", "nodename=gpu-3,gpu-4", "state=resume")
+    slurm.backend(versions=dict.fromkeys(slurm.names, OLD)).cordon([first], R1)
+    plan = [Fate(f"job {job}", fate)]
+    result = slurm.backend().evacuate([first], R1, plan, time.time() + 3600, 30)[first]
+    assert [(end.workload, end.how) for end in result.ends] == [(f"job {job}", "requeued")]
+    parts = [slurm.running(f"{job}+{number}", 60) for number in (0, 1)]
+    assert first not in (*parts[0].nodes, *parts[1].nodes) and not any(part.held for part in parts)
+    until(lambda: len(log.read_text().split()) == 2, "the script has begun again")

@@ -11,7 +11,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Snaps
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility, plan
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Policy
 
-from .fleets import FACTS, NEW, OLD, node, workload
+from .fleets import FACTS, NEW, OLD, fate_of, fleet_of, node, workload
 
 KEY = {**dict(FACTS), "gpu_model": "H100", "driver": OLD, "image": "sha256:1", "backend": "cuda_criu"}
 
@@ -100,6 +100,22 @@ def test_waived_fields_do_not_stop_a_move() -> None:
     nodes = (node("a"), node("b", facts=OTHER_KERNEL))
     found = plan.place(Snapshot(nodes, (work,)), Policy(NEW, waive=("kernel",)), ["w"], restore=True)
     assert found[0].to == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("values", "to"), [({}, ("b",)), ({"loaded": NEW}, ()), ({"gpu_model": "A100"}, ())], ids=["like", "driver", "GPU"]
+)
+def test_what_a_slurm_job_saved_itself_needs_its_driver_and_gpu_model_only(values: dict[str, Any], to: Any) -> None:
+    """Slurm tells no more of a node, and unknown facts are a mismatch for all other work."""
+    nodes = node("a", facts=()), node("b", facts=(), **values)
+    assert placed(*nodes, work=workload("w", "a", backends=("slurm",))).to == to
+    assert placed(*nodes, work=workload("w", "a")).to == ()
+
+
+def test_jobs_of_both_kinds_on_one_node_are_told_apart() -> None:
+    works = (workload("own", "n0", backends=("slurm",), remaining=600.0), workload("image", "n0", remaining=600.0))
+    made = plan.make(fleet_of(3, *works, facts=()), Policy(NEW, canary=("n0",), max_wait=0.0))
+    assert [fate_of(made, name).fate for name in ("own", "image")] == ["move", "cold_start"]
 
 
 def test_a_gang_is_placed_as_a_whole_or_not_at_all() -> None:
