@@ -121,6 +121,9 @@ nodes:
     note:
       description: What a run of this collection has written down about it.
       type: dict
+    previous:
+      description: The version it had before the last upgrade by this collection. Empty if there was none.
+      type: str
 """
 
 from ansible.module_utils.basic import AnsibleModule

@@ -264,8 +264,40 @@ class GpuOperator:
     def restore(
         self, names: Sequence[str], deadline: float, patience: float, check: bool = False
     ) -> dict[str, Progress]:
-        """Bring exactly these nodes back to the version that a run of ours found on them."""
-        return self._bring(names, lambda node: str(node.note.get("from") or ""), deadline, patience, check, back=True)
+        """Bring exactly these nodes back to the version that a run of ours found on them, also one that is over."""
+        if not check:
+            self._recall(names)
+
+        def wanted(node: DriverNode) -> str:
+            return str(node.note.get("from") or node.previous)
+
+        return self._bring(names, wanted, deadline, patience, check, back=True)
+
+    def _recall(self, names: Sequence[str]) -> None:
+        """Write the notes again that a run which is over had on the nodes of the owners of these."""
+        operator = self.look()
+        of_these = [operator.nodes[name] for name in names if name in operator.nodes]
+        owners = {node.owner.uid: node.owner for node in of_these if node.owner and node.previous and not node.note}
+
+        def recall(node: DriverNode) -> None:
+            last = node.owner.last if node.owner else {}
+            note = {
+                "run_id": self._run_id,
+                "from": node.previous,
+                "to": last.get("to"),
+                "step": DONE,
+                "initial": objects.INITIAL in node.annotations,
+                "at": self._clock(),
+            }
+
+            def change(found: Mapping[str, Any]) -> dict[str, Any] | None:
+                annotations = dict(found["metadata"].get("annotations") or {})
+                return None if objects.NOTE in annotations else _with_note(annotations, note)
+
+            change_node(self._api, node.name, change)
+
+        members = [node for owner in owners.values() for node in operator.members(owner)]
+        self._api.each(recall, [node for node in members if node.previous and not node.note])
 
     def _bring(
         self,
@@ -566,9 +598,20 @@ class GpuOperator:
         if not check:
             self._api.each(self._let_go, good)
             if not left:
-                body = {"metadata": {"annotations": {objects.NOTE: None}}}
+                body = {
+                    "metadata": {"annotations": {objects.NOTE: None, objects.LAST: self._remembered(owner, version)}}
+                }
                 self._api.ask("PATCH", owner.path, body, MERGE_PATCH, fieldManager=FIELD_MANAGER)
         return said
+
+    def _remembered(self, owner: Owner, version: str) -> str | None:
+        """What is kept of a run that is over, so that nodes can still go back; nothing of one that went back itself."""
+        former = owner.note.get("from")
+        if not former or former == version:
+            return json.dumps(dict(owner.last)) if owner.last else None
+        if owner.last.get("from") == version:
+            return None
+        return json.dumps({"run_id": owner.note.get("run_id"), "from": former, "to": version})
 
     def _let_go(self, node: DriverNode) -> None:
         def change(found: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -580,6 +623,10 @@ class GpuOperator:
             return {"/metadata/labels": labels, "/metadata/annotations": annotations, **opened}
 
         change_node(self._api, node.name, change)
+
+
+def _with_note(annotations: Mapping[str, str], note: Mapping[str, Any]) -> dict[str, Any]:
+    return {"/metadata/annotations": {**annotations, objects.NOTE: json.dumps(note)}}
 
 
 def _settled(found: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:

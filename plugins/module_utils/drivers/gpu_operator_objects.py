@@ -36,6 +36,9 @@ PAUSED = "paused-for-driver-upgrade"
 NOTE = "gpufleet.driver/operator"
 """Annotation of a node or of an owner: JSON of what a run of ours does with it and what was there before."""
 
+LAST = "gpufleet.driver/last-upgrade"
+"""Annotation of an owner: JSON of the last upgrade that is over, so that nodes can still go back to what they had."""
+
 DONE, REQUIRED, FAILED = "upgrade-done", "upgrade-required", "upgrade-failed"
 UNDER_WAY = (
     "cordon-required",
@@ -69,6 +72,8 @@ class Owner:
     """Whether the operator would upgrade nodes by itself."""
     precompiled: bool
     note: Mapping[str, Any]
+    last: Mapping[str, Any]
+    """What the last upgrade that is over did: its run_id, and the versions from and to which it brought nodes."""
 
     @property
     def title(self) -> str:
@@ -162,6 +167,15 @@ class DriverNode:
         return note_of(self.annotations)
 
     @property
+    def previous(self) -> str:
+        """The version that the last upgrade of ours found on it, be it over or not; empty if there was none."""
+        note, last = self.note, self.owner.last if self.owner else {}
+        if note.get("step"):
+            return str(note.get("from") or "") if note.get("from") != note.get("to") else ""
+        now = self.pod.version if self.pod else ""
+        return str(last.get("from") or "") if now and last.get("to") == now != last.get("from") else ""
+
+    @property
     def held(self) -> bool:
         """Whether the operator's own upgrades pass it by."""
         return self.labels.get(SKIP) == "true"
@@ -205,6 +219,7 @@ class DriverNode:
             "state": self.state,
             "held": self.held,
             "note": dict(self.note),
+            "previous": self.previous,
         }
 
 
@@ -259,10 +274,10 @@ def image_for(image: str, version: str) -> str | None:
     return f"{name}:{version}-{tag.partition('-')[2]}"
 
 
-def note_of(annotations: Mapping[str, str]) -> Mapping[str, Any]:
+def note_of(annotations: Mapping[str, str], key: str = NOTE) -> Mapping[str, Any]:
     """Our note among ``annotations``; empty if there is none, or somebody has written nonsense there."""
     try:
-        found = json.loads(annotations.get(NOTE, "{}"))
+        found = json.loads(annotations.get(key, "{}"))
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -365,6 +380,7 @@ def _owner(item: Object, policy_driver: Object, release: tuple[int, ...]) -> Own
         auto=bool((policy or {}).get("autoUpgrade")),
         precompiled=bool(own.get("usePrecompiled")),
         note=note_of(meta.get("annotations") or {}),
+        last=note_of(meta.get("annotations") or {}, LAST),
     )
 
 
@@ -520,15 +536,24 @@ def of_operator(operator: Operator, target: str) -> list[Finding]:
                 )
             )
     for owner in operator.owners.values():
-        branch_only = owner.precompiled and "." in target
-        if owner.version.startswith(_PINNED) or branch_only:
-            why = "takes precompiled drivers, whose version is a branch alone" if branch_only else "names it by digest"
+        if owner.precompiled:
+            found.append(
+                error(
+                    "operator.precompiled",
+                    f"{owner.title} has usePrecompiled: true, and its version is a branch ({owner.version}): which build a "
+                    "node gets, or had, cannot be said, so its upgrade could be neither proven nor undone",
+                    {"owner": owner.title, "version": owner.version},
+                    "upgrade its nodes by the operator's own upgrade controller; do not change usePrecompiled while they "
+                    "work, the operator restarts all their drivers at once",
+                )
+            )
+        elif owner.version.startswith(_PINNED):
             found.append(
                 error(
                     "operator.version",
-                    f"{owner.title} {why}; {target} cannot be written there",
+                    f"{owner.title} names its driver by digest; {target} cannot be written there",
                     {"owner": owner.title, "version": owner.version},
-                    "give gpu_driver_version in the form that spec.version has now",
+                    "give spec.version a version, such as 580.95.05",
                 )
             )
     return found

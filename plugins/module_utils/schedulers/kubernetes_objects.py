@@ -45,6 +45,9 @@ label's value is PAUSE_VALUE, the DaemonSets that select on it keep off the node
 STEERED = PREFIX + "to-"
 """How the labels of nodes that were chosen for moved work begin; a digest of whose it is follows."""
 
+ELSEWHERE = {"key": PREFIX + "elsewhere", "effect": "PreferNoSchedule"}
+"""Taint of nodes that the scheduler is asked to take last, where it cannot be told which pods should go where."""
+
 PAUSE_VALUE = "paused-by-gpufleet"
 
 NOBODY = "somebody"

@@ -5,8 +5,8 @@
 
 Nothing of the user's is changed for that: a MutatingAdmissionPolicy, which the API server has from Kubernetes 1.36 on
 (1.34 if enabled), adds it to pods of the controller whose pod was evicted, and the chosen nodes carry a label. A moved
-workload must land there, since its checkpoint fits nowhere else; one that starts anew should. Without such a server the
-scheduler places the pods as always, on any node that is open.
+workload must land there, since its checkpoint fits nowhere else; one that starts anew should. Without such a server all
+other nodes get a taint that has the scheduler take them last, for whichever pod; it may still take them.
 
 Private to this collection: may change in any release.
 """
@@ -27,6 +27,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api imp
     Api,
     ApiError,
     ClusterError,
+    change_node,
     name_path,
     object_path,
 )
@@ -37,6 +38,10 @@ _GROUP = "admissionregistration.k8s.io/v1"
 _POLICIES, _BINDINGS = "mutatingadmissionpolicies", "mutatingadmissionpolicybindings"
 IN_FORCE_SECONDS = 10.0
 _QUIET_LOOKS = 3
+NO_POLICIES = (
+    "this API server has no MutatingAdmissionPolicy: the scheduler was only asked, by a taint on all others, to prefer "
+    "the nodes chosen for it"
+)
 
 Object = Mapping[str, Any]
 Target = tuple[Object, Sequence[str], bool]
@@ -71,6 +76,7 @@ class Steering:
         self._api = api
         self._run_id = run_id
         self._steered: dict[str, tuple[frozenset[str], bool]] = {}
+        self._goals: set[str] = set()
 
     def steer(self, targets: Iterable[Target]) -> dict[str, str]:
         """From now on new pods of the controllers of these pods land where they should; uid → why not, for the others.
@@ -86,6 +92,7 @@ class Steering:
                 group.uids.append(pod["metadata"]["uid"])
         new = [group for group in groups.values() if self._steered.get(group.condition) != group.where]
         failures = dict(zip([group.condition for group in new], self._api.each(self._one, new)))
+        self._prefer({node for group in new if failures[group.condition] == NO_POLICIES for node in group.nodes})
         self._steered.update({group.condition: group.where for group in new if not failures[group.condition]})
         return {uid: failures[group.condition] for group in new for uid in group.uids if failures[group.condition]}
 
@@ -93,7 +100,7 @@ class Steering:
         """Steer one controller's pods; why that cannot be, if it cannot."""
         try:
             if not self._write(group):
-                return "this API server has no MutatingAdmissionPolicy: where it lands is left to the scheduler"
+                return NO_POLICIES
             if self._is_in_force(group):
                 return ""
             said = "the API server did not apply the policy to a pod on trial"
@@ -190,6 +197,24 @@ class Steering:
             time.sleep(0.2)
         return False
 
+    def _prefer(self, goals: set[str]) -> None:
+        """Have the scheduler take the nodes last that are chosen for nothing."""
+        if goals <= self._goals:
+            return
+        self._goals |= goals
+        for node in self._api.items("/api/v1/nodes"):
+            if objects.gpus_listed(node):
+                self._taint(node["metadata"]["name"], node["metadata"]["name"] not in self._goals)
+
+    def _taint(self, name: str, wanted: bool) -> None:
+        def change(node: Object) -> dict[str, Any] | None:
+            before = list(node["spec"].get("taints") or ())
+            after = [taint for taint in before if taint["key"] != objects.ELSEWHERE["key"]]
+            after += [objects.ELSEWHERE] if wanted else []
+            return {"/spec/taints": after} if after != before else None
+
+        change_node(self._api, name, change)
+
     def _withdraw(self, name: str) -> None:
         for resource in (_BINDINGS, _POLICIES):
             self._api.request("DELETE", object_path(_GROUP, resource, name))
@@ -208,6 +233,10 @@ class Steering:
                 body = {"metadata": {"labels": dict.fromkeys(labels)}}
                 self._api.ask("PATCH", name_path(node, "v1", "nodes"), body, MERGE_PATCH, fieldManager=FIELD_MANAGER)
             said += [f"label {label} of node {node['metadata']['name']}" for label in labels]
+            if any(taint["key"] == objects.ELSEWHERE["key"] for taint in node["spec"].get("taints") or ()):
+                if not check:
+                    self._taint(node["metadata"]["name"], wanted=False)
+                said.append(f"taint {objects.ELSEWHERE['key']} of node {node['metadata']['name']}")
         if said:
             said += self._release(check)
         return said

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from api import JSON_PATCH, STRATEGIC, ApiError
@@ -92,3 +95,25 @@ def test_a_list_without_a_limit_is_whole(cluster: Cluster) -> None:
     assert len(whole["items"]) >= 5 and "continue" not in whole["metadata"]
     page = cluster.api.get(cluster.path("configmaps"), limit=2)
     assert len(page["items"]) == 2 and page["metadata"]["remainingItemCount"] == len(whole["items"]) - 2
+
+
+def test_a_page_expires_and_a_whole_list_does_not(cluster: Cluster) -> None:
+    """What was read at a revision that the store has forgotten is 410, whether a page or a watch goes on from there.
+
+    Events are asked for, which the server does not also keep in its memory."""
+    if not (cluster.state / "etcd.json").exists():
+        pytest.skip("the store of a cluster that was given cannot be made to forget; unset GPUFLEET_TEST_KUBECONFIG")
+    events = cluster.path("events")
+    about = {"involvedObject": {"kind": "Node", "name": "n", "namespace": cluster.namespace}, "reason": "Tried"}
+    made = [cluster.api.post(events, {"metadata": {"name": f"e{number}"}, **about}) for number in range(4)]
+    page = cluster.api.get(events, limit=1)["metadata"]
+    newer = cluster.api.post(events, {"metadata": {"name": "newer"}, **about})["metadata"]["resourceVersion"]
+    etcd = urlsplit(json.loads((cluster.state / "etcd.json").read_text())["listen-client-urls"])
+    store = http.client.HTTPConnection(str(etcd.hostname), etcd.port, timeout=10)
+    store.request("POST", "/v3/kv/compaction", json.dumps({"revision": newer}))
+    assert store.getresponse().status == 200
+    with pytest.raises(ApiError, match="410"):
+        cluster.api.get(events, limit=1, **{"continue": page["continue"]})
+    (event,) = cluster.api.watch(events, made[0]["metadata"]["resourceVersion"], seconds=5)
+    assert (event["type"], event["object"]["code"]) == ("ERROR", 410)
+    assert len(cluster.api.get(events)["items"]) == 5

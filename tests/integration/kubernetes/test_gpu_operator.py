@@ -48,6 +48,24 @@ def test_only_the_nodes_of_the_batch_get_the_driver(operated: OperatorCluster, a
     assert not any(its.changed for its in operated.swap(first, second, third).values())
 
 
+def test_nodes_go_back_after_the_upgrade_is_over(operated: OperatorCluster) -> None:
+    """One, and then the others; that they went back is no upgrade to go back from."""
+    first, second = operated.begin(2)
+    operated.cordon(first, second)
+    operated.swap(first, second)
+    operated.driver().settle()
+    assert operated.judged()["nodes"][first]["previous"] == OLD
+    operated.restore(first)
+    said = "\n".join(operated.driver().settle())
+    assert [operated.loaded(name) for name in (first, second)] == [OLD, NEW] and operated.version() == NEW
+    assert f"held from the operator by the label {SKIP}" in said and settled(operated, second)
+    operated.restore(second)
+    operated.driver().settle()
+    assert operated.loaded(second) == operated.version() == OLD and settled(operated, first, second)
+    assert [found["previous"] for found in operated.judged()["nodes"].values()] == ["", ""]
+    assert not any(its.changed for its in operated.restore(first, second).values())
+
+
 def test_calls_that_end_early_go_on_from_each_other(operated: OperatorCluster) -> None:
     (first, dummy) = operated.begin(2)
     operated.cordon(first)

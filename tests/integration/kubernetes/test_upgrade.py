@@ -107,6 +107,13 @@ def test_pools_of_nvidia_drivers(operated: OperatorCluster, tmp_path: Path, rele
     assert {i["spec"]["version"] for i in operated.api.get(DRIVERS)["items"]} == {NEW}
     assert closed(operated) == []
     until("all work runs", run.all_at_work, 60)
+    (one, *others) = operated.names
+    back = run.fleet.play("rollback", gpu_hosts=one, **{**run.variables, "gpu_workload_wait": 2})
+    assert back.rc == 0 and back.outcomes == {one: "rolled back"}, back.output[-6000:]
+    assert run.loaded() == {one: OLD, **dict.fromkeys(others, NEW)} and closed(operated) == []
+    assert {name: operated.label(name, SKIP) for name in operated.names} == {one: "true", **dict.fromkeys(others)}
+    assert {i["spec"]["version"] for i in operated.api.get(DRIVERS)["items"]} == {NEW}
+    until("all work runs", run.all_at_work, 60)
 
 
 def test_a_canary_whose_driver_does_not_load_goes_back(operated: OperatorCluster, tmp_path: Path) -> None:

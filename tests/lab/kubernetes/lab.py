@@ -177,7 +177,14 @@ AUDIT = {
 """Who did what is written down for the service accounts of one namespace."""
 
 
-def prepare(control: Control, found: parts.Parts, machines: str) -> None:
+POLICIES = "admissionregistration.k8s.io/v1/mutatingadmissionpolic"
+NO_POLICIES = [
+    f"--runtime-config={POLICIES}ies=false,{POLICIES}ybindings=false",
+    "--disable-admission-plugins=MutatingAdmissionPolicy",
+]
+
+
+def prepare(control: Control, found: parts.Parts, machines: str, policies: bool) -> None:
     """Certificates, accounts and commands of a new control plane."""
     state = control.state
     api_port, etcd_port, peer_port = free_ports(3)
@@ -225,6 +232,7 @@ def prepare(control: Control, found: parts.Parts, machines: str) -> None:
             "--allow-privileged=true",
             f"--audit-policy-file={state}/audit.json",
             f"--audit-log-path={state}/audit.log",
+            *([] if policies else NO_POLICIES),
         ],
         "kube-controller-manager": [
             *found["kube-controller-manager"],
@@ -367,7 +375,7 @@ def up(options: argparse.Namespace) -> None:
         control.kubeconfig.symlink_to(Path(given).resolve())
         control.commands = {KUBELETS: [*PLAY_KUBELETS, str(control.kubeconfig), "", "10", options.machines]}
     else:
-        prepare(control, parts.find(), options.machines)
+        prepare(control, parts.find(), options.machines, not options.without_policies)
         control.start("etcd")
         control.start("kube-apiserver")
     api = Api.of(control.kubeconfig)
@@ -439,6 +447,11 @@ def main() -> int:
         default="",
         metavar="DIR",
         help="state directory of a hosts lab: pods on nodes of its machines' names are processes there",
+    )
+    sub.add_argument(
+        "--without-policies",
+        action="store_true",
+        help="a server that knows no MutatingAdmissionPolicy, as before Kubernetes 1.34",
     )
     sub.add_argument("--keep", action="store_true", help="leave everything in place if the start fails")
     command("down", down, "end the cluster and remove all it made")

@@ -235,7 +235,7 @@ def test_whose_upgrade_policy_a_pool_follows(chart: str, own: Object | None, aut
     [
         pytest.param({"policies": [], "sets": [], "pods": []}, "operator.none", id="no-operator"),
         pytest.param({"sets": [driver_set(chart="v23.6.1")]}, "operator.release", id="old-release"),
-        pytest.param({"policies": [policy(usePrecompiled=True)]}, "operator.version", id="precompiled"),
+        pytest.param({"policies": [policy(usePrecompiled=True)]}, "operator.precompiled", id="precompiled"),
         pytest.param({"policies": [policy("sha256:0f")]}, "operator.version", id="digest"),
         pytest.param({"pods": []}, "operator.pods_missing", id="W8-W9-desired-is-not-owned"),
     ],
