@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, Callable, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -48,11 +49,13 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server answered. ``body`` is decoded JSON; ``retry_after`` seconds, if the server named any."""
+    """What the server answered. ``body`` is decoded JSON; ``retry_after`` seconds, if the server named any; ``date`` is
+    Unix seconds by its clock, to the second, or by ours if it does not say."""
 
     status: int
     body: Any
     retry_after: float | None = None
+    date: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -246,7 +249,14 @@ def _answer(response: Any) -> Answer:
     except ValueError:
         body = data.decode("utf-8", "replace")[:500]
     said = response.headers.get("Retry-After", "")
-    return Answer(response.status, body, float(said) if said.isdigit() else None)
+    return Answer(response.status, body, float(said) if said.isdigit() else None, _date(response.headers.get("Date")))
+
+
+def _date(text: str | None) -> float:
+    try:
+        return parsedate_to_datetime(text or "").timestamp()
+    except ValueError:
+        return time.time()
 
 
 def _official_client(kubeconfig: str | None, context: str | None, connections: int) -> Any:

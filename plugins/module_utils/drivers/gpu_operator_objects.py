@@ -540,8 +540,8 @@ def of_operator(operator: Operator, target: str) -> list[Finding]:
             found.append(
                 error(
                     "operator.precompiled",
-                    f"{owner.title} has usePrecompiled: true, so its version is a branch ({owner.version}): which build "
-                    "a node gets, or had, cannot be said, and an upgrade could be neither proven nor undone",
+                    f"{owner.title} has usePrecompiled: true, so its version is a branch ({owner.version}): what "
+                    "build a node gets, or had, cannot be said, and an upgrade could be neither proven nor undone",
                     {"owner": owner.title, "version": owner.version},
                     "upgrade its nodes by the operator's own upgrade controller; do not change usePrecompiled while "
                     "they work, the operator restarts all their drivers at once",

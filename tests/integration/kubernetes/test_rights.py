@@ -19,7 +19,7 @@ from operator_cluster import NEW, OperatorCluster
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import kubernetes_api
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import gpu_operator
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes, kubernetes_lease
 
 PATHS = {
     "Namespace": "/api/v1/namespaces",
@@ -106,8 +106,13 @@ def test_every_right_over_the_gpu_operator_is_used(
     assert driver.stage([first], NEW, time.time() + 20, 20)[first].done
     assert driver.swap([first], NEW, time.time() + 40, 40)[first].done
     assert driver.settle()
+    lease = kubernetes_lease.ClusterLease(kubernetes_api.Api(str(own)), rbac.NAMESPACE)
+    for dummy in range(2):
+        assert lease.hold("run-1", "somebody", 60, None).changed
+    assert lease.release("run-1").changed
     seen = used(operated.state / "audit.log")
     other = "clusterpolicies" if pools else "nvidiadrivers"
-    wanted = {(group, resource, verb) for group, resource, verbs in gpu_operator.RIGHTS for verb in verbs}
+    rights = (*gpu_operator.RIGHTS, *kubernetes_lease.RIGHTS)
+    wanted = {(group, resource, verb) for group, resource, verbs in rights for verb in verbs}
     assert seen >= {right for right in wanted if right[1] != other}
     assert seen <= {(group, resource, verb) for group, resource, verbs in rbac.RIGHTS for verb in verbs}

@@ -15,7 +15,13 @@ from fleet import Fleet, Played
 from operator_cluster import DRIVERS, NEW, OLD, POLICIES, OperatorCluster
 from standin import SKIP
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api import Api
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_lease import (
+    NAME,
+    ClusterLease,
+    LeaseError,
+)
 
 
 class Operated:
@@ -39,7 +45,6 @@ class Operated:
             },
             "gpu_state_dir": str(directory / "state"),
             "gpu_workload_wait": 120,
-            "gpu_lock_hosts": ["localhost"],
         }
 
     def load(self, share: float) -> None:
@@ -78,6 +83,8 @@ def test_a_fleet_at_work_with_a_cluster_policy(operated: OperatorCluster, tmp_pa
     late = next(name for name, version in run.loaded().items() if version == NEW)
     until("the canary is in service again", lambda: late not in closed(operated), 240)
     operated.cordon(late)
+    with pytest.raises(LeaseError, match="locked by run"):
+        ClusterLease(Api(str(operated.kubeconfig)), "default").hold("another", None, 60, None)
     until("a batch is under way", lambda: sum(v == NEW for v in run.loaded().values()) > 2, 240)
     operated.lab("kill", "kube-apiserver")
     operated.lab("start", "kube-apiserver")
@@ -93,6 +100,7 @@ def test_a_fleet_at_work_with_a_cluster_policy(operated: OperatorCluster, tmp_pa
         # held, since the operator itself would upgrade it at once: it is cordoned
         assert (meta["labels"].get(SKIP), bool(ours)) == (("true", True) if name == by_hand else (None, False))
     assert operated.api.get(f"{POLICIES}/cluster-policy")["spec"]["driver"]["upgradePolicy"] == policy
+    assert operated.api.find(f"/apis/coordination.k8s.io/v1/namespaces/default/leases/{NAME}") is None
 
 
 @pytest.mark.parametrize("release", ["v26.7.0"])

@@ -12,7 +12,11 @@ from typing import Any
 import yaml
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import gpu_operator
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes, node_maintenance
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import (
+    kubernetes,
+    kubernetes_lease,
+    node_maintenance,
+)
 
 NAME = NAMESPACE = "gpufleet"
 HEAD = """\
@@ -31,7 +35,7 @@ def merged(*parts: Rights) -> Rights:
     return [(group, resource, tuple(sorted(verbs))) for (group, resource), verbs in found.items()]
 
 
-RIGHTS: Rights = merged(kubernetes.RIGHTS, gpu_operator.RIGHTS, node_maintenance.RIGHTS)
+RIGHTS: Rights = merged(kubernetes.RIGHTS, gpu_operator.RIGHTS, node_maintenance.RIGHTS, kubernetes_lease.RIGHTS)
 
 
 def objects() -> list[dict[str, Any]]:
