@@ -67,8 +67,10 @@ class Cluster:
 
     # ---- nodes
 
-    def nodes(self, count: int, gpus: int = 8, labels: dict[str, str] | None = None, **node: Any) -> list[str]:
-        names = [f"{self.namespace}-n{number}" for number in range(1, count + 1)]
+    def nodes(
+        self, count: int, gpus: int = 8, labels: dict[str, str] | None = None, named: str = "n", **node: Any
+    ) -> list[str]:
+        names = [f"{self.namespace}-{named}{number}" for number in range(1, count + 1)]
         made = [lab_program.node(name, number, gpus, **node) for number, name in enumerate(names)]
         for item in made:
             item["metadata"]["labels"] |= self.selector | (labels or {})
@@ -88,6 +90,22 @@ class Cluster:
     def change(self, name: str, **fields: Any) -> Object:
         """Merge ``metadata=…`` or ``spec=…`` into a node, as somebody else would."""
         return self.api.patch(f"/api/v1/nodes/{name}", fields, fieldManager="somebody-else")
+
+    def dra(self, name: str, gpus: int) -> None:
+        """Have NVIDIA's DRA driver offer the GPUs of a node; only it is played."""
+        group = "/apis/resource.k8s.io/v1"
+        attributes = {"type": {"string": "gpu"}, "productName": {"string": "NVIDIA H100"}}
+        spec = {
+            "driver": "gpu.nvidia.com",
+            "nodeName": name,
+            "pool": {"name": name, "generation": 1, "resourceSliceCount": 1},
+            "devices": [{"name": f"gpu-{number}", "attributes": attributes} for number in range(gpus)],
+        }
+        self.api.post(f"{group}/resourceslices", {"metadata": {"name": name}, "spec": spec})
+        if self.api.find(f"{group}/deviceclasses/gpu.nvidia.com") is None:
+            rule = {"cel": {"expression": "device.driver == 'gpu.nvidia.com'"}}
+            made = {"metadata": {"name": "gpu.nvidia.com"}, "spec": {"selectors": [rule]}}
+            self.api.post(f"{group}/deviceclasses", made)
 
     def on_offer(self, name: str, gpus: int) -> None:
         amount = {"nvidia.com/gpu": str(gpus)}
@@ -205,6 +223,8 @@ class Cluster:
     def clean(self) -> None:
         for node in self.api.get("/api/v1/nodes", labelSelector=f"lab.gpufleet/test={self.namespace}")["items"]:
             self.api.delete(f"/api/v1/nodes/{node['metadata']['name']}")
+            if self.api.find(f"/apis/resource.k8s.io/v1/resourceslices/{node['metadata']['name']}"):
+                self.api.delete(f"/apis/resource.k8s.io/v1/resourceslices/{node['metadata']['name']}")
         for pod in self.pods():  # no kubelet is left to stop them
             if pod["metadata"].get("finalizers"):
                 self.api.patch(self.path("pods", pod["metadata"]["name"]), {"metadata": {"finalizers": None}})

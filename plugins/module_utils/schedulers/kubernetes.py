@@ -61,7 +61,7 @@ RIGHTS = (
     ("", "pods", ("create", "delete", "get", "list")),
     ("", "pods/eviction", ("create",)),
     ("policy", "poddisruptionbudgets", ("list",)),
-    ("resource.k8s.io", "resourceclaims", ("list",)),
+    ("resource.k8s.io", "resourceclaims", ("create", "delete", "list")),
     ("resource.k8s.io", "resourceslices", ("list",)),
     ("admissionregistration.k8s.io", "mutatingadmissionpolicies", ("create", "delete", "list", "patch")),
     ("admissionregistration.k8s.io", "mutatingadmissionpolicybindings", ("create", "delete", "patch")),

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Prove a node through Kubernetes while it is closed to others: what we took off is back, its GPUs are all offered
-again, and a pod that asks for them is scheduled there and succeeds.
+again, and a pod that asks for them is scheduled there and succeeds. Where DRA hands the GPUs out, it asks by a claim.
 
 Private to this collection: may change in any release.
 """
@@ -26,6 +26,10 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base im
 
 POLL_SECONDS = 0.5
 NAME = "gpufleet-validation-"
+DRA = "gpu.nvidia.com"
+"""NVIDIA's DRA driver, its device class, and how a node's GPUs are called here that are offered by it alone."""
+
+_CLAIMS = "resource.k8s.io/v1"
 _OURS = {"app.kubernetes.io/managed-by": "gpufleet", "app.kubernetes.io/component": "validation"}
 
 Object = Mapping[str, Any]
@@ -62,10 +66,9 @@ class Validation:
         keys = objects.paused_keys(node)
         changed = bool(keys)
         self._bring_back(name)
-        wanted = (mark or {}).get("gpus") or ({"nvidia.com/gpu": gpus} if gpus else {})
-        failure = self._offers(name, wanted, keys)
+        failure, offered = self._offers(name, (mark or {}).get("gpus") or {}, gpus or 0, keys)
         if not failure and self._pod.image:
-            failure, changed = self._prove(name, wanted), True
+            failure, changed = self._prove(name, offered), True
         return NodeResult(
             state, state, changed=changed, failed=bool(failure), msg=f"{name}: {failure}" if failure else ""
         )
@@ -83,14 +86,19 @@ class Validation:
 
         change_node(self._api, name, change)
 
-    def _offers(self, name: str, wanted: Mapping[str, int], keys: Sequence[str]) -> str:
+    def _offers(
+        self, name: str, before: Mapping[str, int], gpus: int, keys: Sequence[str]
+    ) -> tuple[str, Mapping[str, int]]:
         """Wait for the node to be Ready, for the DaemonSets that came back to it, and for its GPUs to be on offer.
 
-        What keeps it from that, if anything does.
+        :param before: what it offered when it was taken out of service; if that was nothing, ``gpus`` is how many it
+            has, whoever hands them out.
+        :returns: what keeps it from that, if anything does, and what is expected to be on offer.
         """
         while True:
             node = self._api.get(object_path("v1", "nodes", name))
-            offered = objects.gpus_listed(node)
+            offered = objects.gpus_listed(node) or ({} if before else self._by_claim(name))
+            wanted = before or ({next(iter(offered), "nvidia.com/gpu"): gpus} if gpus else {})
             lacking = self._unready(name, keys)
             if not objects.is_ready(node):
                 found = "its kubelet is not Ready; look with: kubectl describe node " + name
@@ -100,13 +108,19 @@ class Validation:
             elif {key: offered.get(key, 0) for key in wanted} != dict(wanted):
                 found = (
                     f"the scheduler is offered {_amounts({key: offered.get(key, 0) for key in wanted})}, expected "
-                    f"{_amounts(wanted)}; look at the log of the device plugin on it"
+                    f"{_amounts(wanted)}; look at the log of the device plugin or DRA driver on it"
                 )
             else:
-                return ""
+                return "", wanted
             if time.monotonic() >= self._end:
-                return f"after {self._timeout:.0f} s {found}"
+                return f"after {self._timeout:.0f} s {found}", wanted
             time.sleep(POLL_SECONDS)
+
+    def _by_claim(self, name: str) -> dict[str, int]:
+        """The GPUs of a node that DRA hands out."""
+        slices = self._api.items(object_path(_CLAIMS, "resourceslices"), fieldSelector=f"spec.nodeName={name}")
+        gpus = objects.slices_of(slices).get(name, objects.Slices()).gpus
+        return {DRA: gpus} if gpus else {}
 
     def _unready(self, name: str, keys: Sequence[str]) -> list[str]:
         """Pods of DaemonSets that select on ``keys`` and do not work yet; the keys for which there is no pod at all."""
@@ -124,6 +138,10 @@ class Validation:
         """Run the pod on the node; what went wrong, if anything did."""
         path = object_path("v1", "pods", NAME + name, self._pod.namespace)
         self._remove(path)
+        if DRA in gpus:
+            said = self._claim(name)
+            if said:
+                return said
         created = self._api.request(
             "POST", object_path("v1", "pods", "", self._pod.namespace), self._manifest(name, gpus)
         )
@@ -137,16 +155,35 @@ class Validation:
             time.sleep(POLL_SECONDS)
         said = objects.last_words(pod) if pod else "somebody deleted it"
         self._remove(path)
+        if DRA in gpus:
+            self._remove(object_path(_CLAIMS, "resourceclaims", NAME + name, self._pod.namespace))
         if phase == "Succeeded":
             return ""
         return f"the validation pod is {phase}, expected Succeeded within {self._timeout:.0f} s: {said}"
+
+    def _claim(self, name: str) -> str:
+        """Claim all GPUs of the node that the pod runs on; what went wrong, if anything did."""
+        self._remove(object_path(_CLAIMS, "resourceclaims", NAME + name, self._pod.namespace))
+        request = {"name": "gpus", "exactly": {"deviceClassName": DRA, "allocationMode": "All"}}
+        claim = {
+            "apiVersion": _CLAIMS,
+            "kind": "ResourceClaim",
+            "metadata": {"name": NAME + name, "labels": _OURS},
+            "spec": {"devices": {"requests": [request]}},
+        }
+        created = self._api.request("POST", object_path(_CLAIMS, "resourceclaims", "", self._pod.namespace), claim)
+        if created.ok:
+            return ""
+        return f"no claim of its GPUs could be made in namespace {self._pod.namespace}: {created.message}"
 
     def _manifest(self, node: str, gpus: Mapping[str, int]) -> dict[str, Any]:
         """A pod only this node can take, whatever keeps others away from it."""
         container: dict[str, Any] = {
             "name": "validation",
             "image": self._pod.image,
-            "resources": {"limits": {key: str(amount) for key, amount in gpus.items() if amount}},
+            "resources": {"claims": [{"name": "gpus"}]}
+            if DRA in gpus
+            else {"limits": {key: str(amount) for key, amount in gpus.items() if amount}},
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "securityContext": {"allowPrivilegeEscalation": False},
         }
@@ -164,12 +201,14 @@ class Validation:
             },
             "containers": [container],
         }
+        if DRA in gpus:
+            spec["resourceClaims"] = [{"name": "gpus", "resourceClaimName": NAME + node}]
         if self._pod.runtime_class:
             spec["runtimeClassName"] = self._pod.runtime_class
         return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": NAME + node, "labels": _OURS}, "spec": spec}
 
     def _remove(self, path: str) -> None:
-        """Delete a pod of ours and wait until it is gone."""
+        """Delete a pod or a claim of ours and wait until it is gone."""
         while True:
             answer = self._api.request("DELETE", path, {"gracePeriodSeconds": 0})
             if answer.status == 404:
@@ -181,14 +220,16 @@ class Validation:
             time.sleep(0.1)
 
     def remove_pods(self) -> list[str]:
-        """Delete every validation pod that an interrupted run left; a line for each."""
+        """Delete every validation pod, and its claim, that an interrupted run left; a line for each."""
         selector = ",".join(f"{key}={value}" for key, value in _OURS.items())
-        found = self._api.items(object_path("v1", "pods", "", self._pod.namespace), labelSelector=selector)
-        if not self._check:
-            self._api.each(
-                lambda pod: self._api.request("DELETE", name_path(pod, "v1", "pods"), {"gracePeriodSeconds": 0}), found
-            )
-        return [f"validation pod {objects.pod_name(pod)}" for pod in found]
+        said = []
+        for group, resource, what in (("v1", "pods", "pod"), (_CLAIMS, "resourceclaims", "claim")):
+            found = self._api.items(object_path(group, resource, "", self._pod.namespace), labelSelector=selector)
+            paths = [name_path(each, group, resource) for each in found]
+            if not self._check:
+                self._api.each(lambda path: self._api.request("DELETE", path, {"gracePeriodSeconds": 0}), paths)
+            said += [f"validation {what} {objects.pod_name(each)}" for each in found]
+        return said
 
 
 def _amounts(gpus: Mapping[str, int]) -> str:

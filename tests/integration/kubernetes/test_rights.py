@@ -79,6 +79,9 @@ def test_every_right_is_used_and_no_other_is_needed(cluster: Cluster, tmp_path: 
         assert evacuate(backend, been[-1:], fates)[been[-1]].as_dict()["empty"]
         until("it runs there", lambda goal=goal: [name for name in cluster.pods_on(goal) if name.startswith("llama")])
     assert backend.validate(been, RUN, {}, 1)[been[0]].failed  # nothing runs in the lab, so no pod succeeds
+    (by_claim,) = cluster.nodes(1, gpus=0, named="d")
+    cluster.dra(by_claim, 2)
+    assert backend.validate([by_claim], RUN, {by_claim: 2}, 1)[by_claim].failed
     backend.uncordon(been, RUN)
     (pod,) = cluster.pods(labelSelector="app=llama")
     backend.cordon([goal], RUN)

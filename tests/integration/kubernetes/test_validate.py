@@ -12,6 +12,8 @@ from cluster import RUN, Cluster, until
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_validation import NAME
 
+DRA = "resource.k8s.io/v1"
+
 
 class Runner(threading.Thread):
     """Ends the validation pod as soon as it runs: the lab's kubelets run nothing."""
@@ -19,12 +21,15 @@ class Runner(threading.Thread):
     def __init__(self, cluster: Cluster, node: str, exit_code: int, message: str = "") -> None:
         super().__init__(daemon=True)
         self._path = cluster.path("pods", NAME + node)
+        self._claim = cluster.path("resourceclaims", NAME + node, group=DRA)
         self._api = cluster.api
         self._over = {"exitCode": exit_code, "message": message}
         self.seen: dict = {}
+        self.claimed: dict | None = None
 
     def run(self) -> None:
         self.seen = until("the validation pod runs", self._running)
+        self.claimed = self._api.find(self._claim)
         container = {"name": "validation", "image": "x", "imageID": "x", "restartCount": 0, "ready": False}
         status = {
             "phase": "Failed" if self._over["exitCode"] else "Succeeded",
@@ -51,6 +56,22 @@ def test_a_pod_gets_all_gpus_of_the_closed_node_and_succeeds(cluster: Cluster) -
     assert spec["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert cluster.node(name)["spec"]["unschedulable"], "still closed: validation opens nothing"
     assert cluster.pods() == []
+
+
+def test_gpus_that_dra_hands_out_are_proven_by_a_claim_of_all_of_them(cluster: Cluster) -> None:
+    (name,) = cluster.nodes(1, gpus=0)
+    cluster.dra(name, 4)
+    backend = cluster.backend()
+    backend.cordon([name], RUN)
+    runner = Runner(cluster, name, 0)
+    runner.start()
+    result = backend.validate([name], RUN, {name: 4}, 20)[name]
+    assert not result.failed, result.msg
+    assert "limits" not in runner.seen["spec"]["containers"][0]["resources"]
+    assert len(runner.claimed["status"]["allocation"]["devices"]["results"]) == 4
+    assert cluster.pods() == [] and cluster.api.get(cluster.path("resourceclaims", group=DRA))["items"] == []
+    short = backend.validate([name], RUN, {name: 5}, 0)[name]
+    assert short.failed and "offered 4 gpu.nvidia.com, expected 5 gpu.nvidia.com" in short.msg
 
 
 def test_a_pod_that_fails_tells_its_last_words(cluster: Cluster) -> None:
