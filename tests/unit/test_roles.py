@@ -52,7 +52,7 @@ def test_every_node_module_is_routed_to_the_action_that_makes_a_lost_node_a_fail
     own = {path.stem for path in (TOP / "plugins/action").glob("*.py")}
     routed = set(load(TOP / "meta/runtime.yml")["plugin_routing"]["modules"]) | own
     planning = {"upgrade_gate", "upgrade_plan", "upgrade_forecast", "workload_placement"}
-    operator = {"gpu_operator_driver", "gpu_operator_info", "node_maintenance"}
+    operator = {"fleet_lease", "gpu_operator_driver", "gpu_operator_info", "node_maintenance"}
     controller = planning | operator | set(load(TOP / "meta/runtime.yml")["action_groups"]["fleet"])
     modules = {path.stem for path in (TOP / "plugins/modules").glob("*.py")}
     assert routed == modules - controller
