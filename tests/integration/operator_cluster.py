@@ -77,6 +77,15 @@ class OperatorCluster(Cluster):
     def set(self, **settings: Any) -> None:
         standin.configure(self.api, **settings)
 
+    def let_pass(self, passes: int = 3) -> None:
+        """Until the operator's own upgrade controller has gone over all nodes that many times more."""
+
+        def count() -> int:
+            return int(self.api.get(f"/api/v1/namespaces/{standin.NAMESPACE}/configmaps/lab")["data"].get("passes", 0))
+
+        begun = count()
+        until(f"{passes} passes of the operator", lambda: count() >= begun + passes)
+
     def is_up(self, name: str, version: str) -> bool:
         node = self.node(name)
         operands = [v for k, v in standin.labels(node).items() if k.startswith(standin.DEPLOY)]

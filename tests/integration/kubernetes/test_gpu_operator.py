@@ -41,7 +41,7 @@ def test_only_the_nodes_of_the_batch_get_the_driver(operated: OperatorCluster, a
     operated.swap(third)
     operated.driver().settle()
     assert settled(operated, first, second, third)
-    time.sleep(3)  # more than one pass of the operator's own controller, which is to find nothing to do
+    operated.let_pass()
     assert settled(operated, first, second, third) and operated.is_cordoned(first)
     assert operated.api.get(f"{POLICIES}/cluster-policy")["spec"]["driver"]["upgradePolicy"] == policy
     assert objects.NOTE not in operated.api.get(f"{POLICIES}/cluster-policy")["metadata"].get("annotations", {})
@@ -105,7 +105,7 @@ def test_a_canary_that_fails_leaves_the_fleet_as_it_was(operated: OperatorCluste
     assert operated.restore(first)[first].done
     operated.driver().settle()
     assert operated.version() == OLD and settled(operated, first, second, third)
-    time.sleep(3)
+    operated.let_pass()
     assert all(operated.is_up(name, OLD) for name in (first, second, third)) and not operated.is_cordoned(second)
 
 
@@ -199,11 +199,11 @@ def test_a_cordon_of_somebody_else_starts_nothing_and_stays(operated: OperatorCl
     operated.cordon(first)
     operated.swap(first)
     operated.cordon(second)  # by hand, in the middle of our run
-    time.sleep(3)
+    operated.let_pass()
     assert operated.loaded(second) == OLD and operated.is_cordoned(second)
     operated.swap(second)
     operated.driver().settle()
-    time.sleep(3)
+    operated.let_pass()
     assert operated.loaded(second) == NEW and operated.is_cordoned(second) and operated.loaded(third) == OLD
 
 
@@ -358,7 +358,7 @@ def test_a_cosmetic_change_of_the_operator_restarts_nothing_of_ours(operated: Op
     operated.swap(first)
     operated.set(release="v25.10.2")
     until("outdated", lambda: not operated.driver().look().nodes[second].in_sync)
-    time.sleep(3)
+    operated.let_pass()
     assert operated.pod_phase("job") == "Running" and operated.loaded(second) == OLD
     assert operated.swap(first)[first].done, "made anew while it is empty, not later under work"
     assert operated.driver().look().nodes[first].in_sync

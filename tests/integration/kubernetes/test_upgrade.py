@@ -78,7 +78,7 @@ def test_a_fleet_at_work_with_a_cluster_policy(operated: OperatorCluster, tmp_pa
     run = Operated(operated, tmp_path)
     run.load(0.85)
     operated.cordon(by_hand)
-    playing = run.fleet.begin("upgrade", gpu_max_unavailable=4, **run.variables)
+    playing = run.fleet.begin("upgrade", gpu_batch_size=3, gpu_max_unavailable=5, **run.variables)
     until("the canary is there", lambda: NEW in run.loaded().values(), 240)
     late = next(name for name, version in run.loaded().items() if version == NEW)
     until("the canary is in service again", lambda: late not in closed(operated), 240)

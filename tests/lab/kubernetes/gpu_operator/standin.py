@@ -10,7 +10,8 @@ real control plane's. Not real: no container runs; which driver a node has loade
 
 Run it with a kubeconfig, and a driver version to have everything installed first, with a ClusterPolicy of that version.
 
-Settings are JSON under ``settings`` in the ConfigMap ``lab`` of its namespace, read in every pass; see DEFAULTS.
+Settings are JSON under ``settings`` in the ConfigMap ``lab`` of its namespace, read in every pass; see DEFAULTS. Beside
+them, ``passes`` counts the passes of the upgrade controller.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ VALIDATOR = "nvidia-operator-validator"
 
 DEFAULTS: dict[str, Any] = {
     "release": "v25.10.1",
-    "pass_seconds": 2.0,  # between two passes of the upgrade controller; it is 120 without an event
+    "pass_seconds": 0.5,  # between two passes of the upgrade controller; it is 120 without an event
     "init_seconds": 0.2,
     "install_seconds": 0.5,
     "broken": {},  # version: nodes on which its module does not load ("*" for all)
@@ -105,6 +106,7 @@ class Operator:
         self.api = api
         self.doing: dict[str, Object] = {}  # driver pod uid → what its containers are at
         self.next_pass = 0.0
+        self.passes = 0
         self.deletion_since: dict[str, float] = {}
 
     def run(self) -> None:
@@ -144,6 +146,8 @@ class Operator:
         if time.monotonic() >= self.next_pass:
             self.next_pass = time.monotonic() + self.settings["pass_seconds"]
             self.upgrade_controller()
+            self.passes += 1
+            self.api.patch(self.path("configmaps", name="lab"), {"data": {"passes": str(self.passes)}})
         self.report_status()
 
     def read_settings(self) -> Object:
