@@ -43,6 +43,11 @@ _MANY = 16
 _CONFLICTS = 8
 _CHANGED_MEANWHILE = (409, 422)
 
+_HINTS = {
+    401: "; the token or certificate in the kubeconfig is wrong or has expired, see: kubectl auth whoami",
+    403: "; give this account the rights in docs/kubernetes-rbac.yml",
+}
+
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
@@ -81,8 +86,9 @@ class ApiError(ClusterError):
     """An answer that is no success and that nobody expected."""
 
     def __init__(self, method: str, path: str, answer: Answer) -> None:
-        hint = "; give this account the rights in docs/kubernetes-rbac.yml" if answer.status == 403 else ""
-        super().__init__(f"the API server answered {method} {path} with {answer.message}{hint}")
+        super().__init__(
+            f"the API server answered {method} {path} with {answer.message}{_HINTS.get(answer.status, '')}"
+        )
         self.answer = answer
 
 
@@ -145,6 +151,13 @@ class Api:
                 if answer.status not in away:
                     return answer
                 said, wait = answer.message, answer.retry_after or _RETRY_SECONDS
+            except urllib3.exceptions.SSLError as exc:
+                if "CERTIFICATE_VERIFY_FAILED" in str(exc):
+                    raise ClusterError(
+                        f"{self.server} is not the API server that the kubeconfig speaks of: {exc}; "
+                        "see certificate-authority-data in it"
+                    ) from exc
+                said = str(exc)
             except urllib3.exceptions.HTTPError as exc:
                 said = str(exc)
             if time.monotonic() + wait > end:

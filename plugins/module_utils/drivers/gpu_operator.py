@@ -547,7 +547,8 @@ class GpuOperator:
     def _write_majority(self, operator: Operator, turn: Turn) -> None:
         """What goes back has its pods: one made anew elsewhere is to get the version the upgraded nodes have."""
         others = [node for node in operator.members(turn.owner) if node.name not in turn.progress]
-        upgraded = [n.note["to"] for n in others if n.note.get("step") == DONE and n.note["to"] != n.note.get("from")]
+        done = [node.note for node in others if node.note.get("step") == DONE]
+        upgraded = [note["to"] for note in done if note.get("to") not in (None, note.get("from"))]
         if upgraded:
             self._write_version(turn.owner, Counter(map(str, upgraded)).most_common(1)[0][0])
 

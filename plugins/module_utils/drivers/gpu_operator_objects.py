@@ -53,6 +53,7 @@ UNDER_WAY = (
 )
 STATES = ("", DONE, REQUIRED, FAILED, *UNDER_WAY)
 
+_NOTED_AS_TEXT = ("run_id", "from", "to", "step", "gone", "strayed")
 _HOPELESS = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError")
 _MANY_RESTARTS = 3
 _PINNED = "sha256:"
@@ -280,7 +281,13 @@ def note_of(annotations: Mapping[str, str], key: str = NOTE) -> Mapping[str, Any
         found = json.loads(annotations.get(key, "{}"))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {
+        name: str(value) if name in _NOTED_AS_TEXT else value
+        for name, value in found.items()
+        if isinstance(value, (str, int, float))
+    }
 
 
 def asks_for_gpu(pod: Object) -> bool:

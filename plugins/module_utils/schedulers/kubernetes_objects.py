@@ -730,8 +730,29 @@ def paused_keys(node: Object) -> list[str]:
 
 
 def mark_of(node: Object) -> dict[str, Any] | None:
-    """What we left with a node that we took out of service, or None."""
-    return _decoded((node["metadata"].get("annotations") or {}).get(MARK), ("run_id",))
+    """What we left with a node that we took out of service, or None. What of it somebody has written over by hand, and
+    makes no sense, is missing; the node is ours all the same."""
+    text = (node["metadata"].get("annotations") or {}).get(MARK)
+    if text is None:
+        return None
+    said = _decoded(text, ()) or {}
+    mark: dict[str, Any] = {"run_id": str(said.get("run_id") or "unknown")}
+    gpus, pauses = said.get("gpus"), said.get("pauses")
+    if isinstance(gpus, dict) and all(isinstance(amount, int) for amount in gpus.values()):
+        mark["gpus"] = gpus
+    if isinstance(pauses, dict) and all(_is_pause(each) for each in pauses.values()):
+        mark["pauses"] = pauses
+    return mark
+
+
+def _is_pause(said: Any) -> bool:
+    """Whether it is what an annotation was given, and what it had before."""
+    return (
+        isinstance(said, list)
+        and len(said) == 2
+        and isinstance(said[0], str)
+        and isinstance(said[1], (str, type(None)))
+    )
 
 
 def _decoded(text: str | None, needed: Sequence[str]) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base im
 
 POLL_SECONDS = 0.5
 NAME = "gpufleet-validation-"
+_LONGEST = 253
 DRA = "gpu.nvidia.com"
 """NVIDIA's DRA driver, its device class, and how a node's GPUs are called here that are offered by it alone."""
 
@@ -136,7 +138,7 @@ class Validation:
 
     def _prove(self, name: str, gpus: Mapping[str, int]) -> str:
         """Run the pod on the node; what went wrong, if anything did."""
-        path = object_path("v1", "pods", NAME + name, self._pod.namespace)
+        path = object_path("v1", "pods", _named(name), self._pod.namespace)
         self._remove(path)
         if DRA in gpus:
             said = self._claim(name)
@@ -156,19 +158,19 @@ class Validation:
         said = objects.last_words(pod) if pod else "somebody deleted it"
         self._remove(path)
         if DRA in gpus:
-            self._remove(object_path(_CLAIMS, "resourceclaims", NAME + name, self._pod.namespace))
+            self._remove(object_path(_CLAIMS, "resourceclaims", _named(name), self._pod.namespace))
         if phase == "Succeeded":
             return ""
         return f"the validation pod is {phase}, expected Succeeded within {self._timeout:.0f} s: {said}"
 
     def _claim(self, name: str) -> str:
         """Claim all GPUs of the node that the pod runs on; what went wrong, if anything did."""
-        self._remove(object_path(_CLAIMS, "resourceclaims", NAME + name, self._pod.namespace))
+        self._remove(object_path(_CLAIMS, "resourceclaims", _named(name), self._pod.namespace))
         request = {"name": "gpus", "exactly": {"deviceClassName": DRA, "allocationMode": "All"}}
         claim = {
             "apiVersion": _CLAIMS,
             "kind": "ResourceClaim",
-            "metadata": {"name": NAME + name, "labels": _OURS},
+            "metadata": {"name": _named(name), "labels": _OURS},
             "spec": {"devices": {"requests": [request]}},
         }
         created = self._api.request("POST", object_path(_CLAIMS, "resourceclaims", "", self._pod.namespace), claim)
@@ -202,10 +204,10 @@ class Validation:
             "containers": [container],
         }
         if DRA in gpus:
-            spec["resourceClaims"] = [{"name": "gpus", "resourceClaimName": NAME + node}]
+            spec["resourceClaims"] = [{"name": "gpus", "resourceClaimName": _named(node)}]
         if self._pod.runtime_class:
             spec["runtimeClassName"] = self._pod.runtime_class
-        return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": NAME + node, "labels": _OURS}, "spec": spec}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": _named(node), "labels": _OURS}, "spec": spec}
 
     def _remove(self, path: str) -> None:
         """Delete a pod or a claim of ours and wait until it is gone."""
@@ -230,6 +232,14 @@ class Validation:
                 self._api.each(lambda path: self._api.request("DELETE", path, {"gracePeriodSeconds": 0}), paths)
             said += [f"validation {what} {objects.pod_name(each)}" for each in found]
         return said
+
+
+def _named(node: str) -> str:
+    """The name of the pod for a node, as long as a name may be."""
+    name = NAME + node
+    return (
+        name if len(name) <= _LONGEST else f"{name[: _LONGEST - 13]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    )
 
 
 def _amounts(gpus: Mapping[str, int]) -> str:

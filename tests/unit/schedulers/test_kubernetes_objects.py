@@ -3,7 +3,9 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -418,3 +420,78 @@ def test_labels_come_back_as_they_were_unless_somebody_changed_them() -> None:
     assert again == (labels, annotations), "the first write wins"
     labels["probe"] = "v3"
     assert objects.unpaused(labels, annotations) == ({"dcgm": "on", "probe": "v3", "other": "x"}, {"a": "b"})
+
+
+def paths(item: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where every value in an object is."""
+    pairs = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
+    for key, value in pairs:
+        yield (*at, key)
+        yield from paths(value, (*at, key))
+
+
+def without(item: Any, path: tuple[Any, ...]) -> Any:
+    made = copy.deepcopy(item)
+    at = made
+    for key in path[:-1]:
+        at = at[key]
+    del at[path[-1]]
+    return made
+
+
+WHOLE: dict[str, list[Any]] = {
+    "nodes": [
+        node(unschedulable=True)
+        | {"metadata": {"name": "n1", "annotations": {objects.MARK: "{}"}, "labels": {"nvidia.com/gpu.present": "true"},
+                        "managedFields": [{"manager": "m", "fieldsV1": {"f:spec": {"f:unschedulable": {}}}}]}}
+    ],
+    "pods": [
+        pod(owner="ReplicaSet/llama-7", labels={"pod-template-hash": "7"}, annotations={"gpufleet.driver/may": "wait"},
+            tolerations=[{"key": "k", "operator": "Exists", "effect": "NoSchedule"}],
+            affinity={"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+                {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}]}}},
+            volumes=[{"name": "v", "hostPath": {"path": "/dev"}}, {"name": "e", "emptyDir": {"medium": "Memory"}}],
+            initContainers=[container(1, restartPolicy="Always", name="i")],
+            status={"startTime": "2026-01-01T00:00:00Z", "conditions": [{"type": "Ready", "status": "True"}],
+                    "containerStatuses": [{"name": "main", "imageID": "x@sha256:1", "state": {"running": {}}}]}),
+    ],
+    "budgets": [{"metadata": {"name": "b", "namespace": "ml"}, "status": {"expectedPods": 2, "desiredHealthy": 1},
+                 "spec": {"selector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]}}}],
+    "claims": [{"status": {"reservedFor": [{"resource": "pods", "uid": "uid-p", "name": "p"}],
+                           "allocation": {"devices": {"results": [{"driver": "gpu.nvidia.com", "device": "g"}]}}}}],
+    "slices": [{"spec": {"driver": "gpu.nvidia.com", "nodeName": "n1",
+                         "devices": [{"name": "g", "attributes": {"productName": {"string": "H100"}}}]}}],
+}  # fmt: skip
+"""One object of each kind with everything in it that is read."""
+
+REQUIRED = {
+    *(("metadata",), ("metadata", "name"), ("metadata", "namespace"), ("metadata", "uid"), ("spec",)),
+    *(("kind",), ("name",), ("key",), ("operator",), ("uid",), ("type",), ("effect",)),
+}
+"""What the API server lets nobody leave out, by the end of its path."""
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_an_object_may_lack_whatever_the_server_does_not_ask_for(kind: str) -> None:
+    for path in paths(WHOLE[kind][0]):
+        if path[-1:] not in REQUIRED and path not in REQUIRED and "conditions" not in path[:-1]:
+            snapshot(Cluster(**WHOLE | {kind: [without(WHOLE[kind][0], path)]}), RULES, NOW)
+    snapshot(Cluster(**WHOLE), RULES, NOW)
+
+
+@pytest.mark.parametrize(
+    ("text", "mark"),
+    [
+        ("{", {"run_id": "unknown"}),
+        ("[]", {"run_id": "unknown"}),
+        ("null", {"run_id": "unknown"}),
+        ('{"run_id": 7, "gpus": "eight", "pauses": [1]}', {"run_id": "7"}),
+        ('{"run_id": "r", "gpus": {"nvidia.com/gpu": null}, "pauses": {"a": "b"}}', {"run_id": "r"}),
+        ('{"run_id": "r", "gpus": {"nvidia.com/gpu": 8}, "pauses": {"a": ["b", null]}}',
+         {"run_id": "r", "gpus": {"nvidia.com/gpu": 8}, "pauses": {"a": ["b", None]}}),
+    ],
+)  # fmt: skip
+def test_a_mark_that_somebody_has_edited_still_says_that_the_node_is_ours(text: str, mark: dict[str, Any]) -> None:
+    made = node()
+    made["metadata"]["annotations"][objects.MARK] = text
+    assert objects.mark_of(made) == mark
