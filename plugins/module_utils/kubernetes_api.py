@@ -280,7 +280,13 @@ def _official_client(kubeconfig: str | None, context: str | None, connections: i
             f"the Python package kubernetes is missing where this module runs ({exc}); "
             "install it there: pip install kubernetes"
         ) from exc
+    import yaml  # the official client's own need
+
     configuration = client.Configuration()
+    if kubeconfig and not os.path.exists(os.path.expanduser(kubeconfig)):
+        raise ClusterError(
+            f"no way to reach a cluster: there is no file {kubeconfig}; give kubeconfig, or set KUBECONFIG"
+        )
     try:
         if kubeconfig or context or not _in_cluster():
             config.load_kube_config(kubeconfig, context=context, client_configuration=configuration)
@@ -288,6 +294,12 @@ def _official_client(kubeconfig: str | None, context: str | None, connections: i
             config.load_incluster_config(client_configuration=configuration)
     except (config.ConfigException, OSError) as exc:
         raise ClusterError(f"no way to reach a cluster: {exc}; give kubeconfig, or set KUBECONFIG") from exc
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as exc:
+        path = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+        raise ClusterError(
+            f"no way to reach a cluster: {path} is no kubeconfig ({type(exc).__name__}: {' '.join(str(exc).split())}); "
+            f"look with: kubectl --kubeconfig {path} config view"
+        ) from exc
     configuration.connection_pool_maxsize = connections
     return client.ApiClient(configuration)
 
