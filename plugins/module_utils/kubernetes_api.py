@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any, Callable, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -283,10 +284,9 @@ def _official_client(kubeconfig: str | None, context: str | None, connections: i
     import yaml  # the official client's own need
 
     configuration = client.Configuration()
-    if kubeconfig and not os.path.exists(os.path.expanduser(kubeconfig)):
-        raise ClusterError(
-            f"no way to reach a cluster: there is no file {kubeconfig}; give kubeconfig, or set KUBECONFIG"
-        )
+    if kubeconfig and not any(Path(each).expanduser().exists() for each in kubeconfig.split(os.pathsep)):
+        why = f"there is no file {kubeconfig}"
+        raise ClusterError(f"no way to reach a cluster: {why}; give kubeconfig, or set KUBECONFIG")
     try:
         if kubeconfig or context or not _in_cluster():
             config.load_kube_config(kubeconfig, context=context, client_configuration=configuration)
