@@ -139,10 +139,13 @@ class Spent:
 
 
 def module(name: str, **arguments: Any) -> Spent:
-    """Run a module as a process of its own."""
-    file = str(TOP / f".build/ansible_collections/gpufleet/driver/plugins/modules/{name}.py")
+    """Run a module of ours as a process of its own."""
+    return module_file(TOP / f".build/ansible_collections/gpufleet/driver/plugins/modules/{name}.py", **arguments)
+
+
+def module_file(file: Path, **arguments: Any) -> Spent:
     given = json.dumps({"ANSIBLE_MODULE_ARGS": arguments})
-    return process([sys.executable, "-c", RUN_MODULE, file, given])
+    return process([sys.executable, "-c", RUN_MODULE, str(file), given])
 
 
 def process(argv: list[str]) -> Spent:
