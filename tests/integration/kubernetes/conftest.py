@@ -19,6 +19,11 @@ from cluster import LAB, Cluster, skip_without_control_plane, until
 from operator_cluster import OperatorCluster
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that of two workers none is left with them in the end."""
+    items.sort(key=lambda item: item.path.name != "test_upgrade.py")
+
+
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     skip_without_control_plane()

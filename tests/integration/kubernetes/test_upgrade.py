@@ -109,7 +109,7 @@ def test_pools_of_nvidia_drivers(operated: OperatorCluster, tmp_path: Path, rele
     operated.begin(4, pools=pools, settings={"release": release})
     run = Operated(operated, tmp_path)
     run.load(0.6)
-    played = run.upgrade()
+    played = run.upgrade(gpu_batch_size=2, gpu_max_unavailable=2)
     assert played.rc == 0, played.output[-6000:]
     assert set(run.loaded().values()) == {NEW} and set(played.outcomes.values()) == {"upgraded"}
     assert {i["spec"]["version"] for i in operated.api.get(DRIVERS)["items"]} == {NEW}
