@@ -60,6 +60,8 @@ class _Watch:
     on: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The workloads seen in the last look, and their nodes among ours."""
     did: dict[str, Step] = field(default_factory=dict)
+    notes: dict[str, Token] = field(default_factory=dict)
+    """What was last noted about each workload: a site's epilog may write over it in the job."""
     files: dict[str, str] = field(default_factory=dict)
     unreleased: bool = False
 
@@ -161,8 +163,9 @@ class Evacuation:
             if step.do not in ("wait", "fail"):
                 todo.append((members, step))
                 watch.did[workload] = step
-        each(lambda item: self._act(item[0], item[1], mark, nodes), todo)
-        watch.unreleased = self._release(jobs, mark, {name for name in watch.names if nodes[name].drain})
+        notes = each(lambda item: self._act(item[0], item[1], mark, nodes), todo)
+        watch.notes.update((slurm_jobs.called(members[0]), note) for (members, dummy), note in zip(todo, notes))
+        watch.unreleased = self._release(jobs, mark, watch, {name for name in watch.names if nodes[name].drain})
         for name in watch.names:
             self._judge(watch, nodes[name], deadline)
 
@@ -226,17 +229,18 @@ class Evacuation:
 
     # ---- what is done to a job; each can be repeated
 
-    def _act(self, members: Sequence[Job], step: Step, mark: Mark, nodes: Mapping[str, Node]) -> None:
-        """What is done to the first component of a heterogeneous job is done to all."""
+    def _act(self, members: Sequence[Job], step: Step, mark: Mark, nodes: Mapping[str, Node]) -> Token:
+        """What is done to the first component of a heterogeneous job is done to all. Returns what was noted."""
         job = members[0]
         now, off = int(self._clock()), ",".join(dict.fromkeys(node for member in members for node in member.nodes))
         message = f"{off} gets another NVIDIA driver, and this job {step.why}"
+        note = Token(mark.run_id, "done", now)
         if step.do == "signal":
             said = slurm_jobs.declared(job.comment)
-            seen = self._look(said.saved)
+            note = replace(note, step="asked", seen=self._look(said.saved))
             self._slurm.change("scancel", f"--signal={said.signal}", "--batch", job.id)
             # noted after the signal: a call that dies in between asks once more, which does no harm
-            self._tell(job, message, Token(mark.run_id, "asked", now, seen))
+            self._tell(job, message, note)
         elif step.do == "hold":
             versions = {slurm_jobs.version_of(nodes[name]) for name in off.split(",") if name in nodes}
             version = versions.pop() if len(versions) == 1 else None
@@ -244,32 +248,35 @@ class Evacuation:
             if feature and slurm_jobs.bound(job.constraint, feature) is None:
                 feature = ""
             was = job.constraint if feature else ""
+            note = replace(note, step="held", feature=feature, was=was, off=off)
             # noted before: once it is held, this is how the next call knows to let it go
-            self._tell(job, message, Token(mark.run_id, "held", now, "", feature, was, off))
+            self._tell(job, message, note)
             self._slurm.change("scontrol", "requeuehold", "incomplete", job.id)
         elif step.do == "requeue":
-            self._tell(job, message, Token(mark.run_id, "done", now, off=off))
+            note = replace(note, off=off)
+            self._tell(job, message, note)
             if not job.requeue:
                 self._slurm.change("scontrol", "update", f"jobid={job.id}", "requeue=1")
             # without "incomplete" a job that has finished meanwhile would run all over again
             self._slurm.change("scontrol", "requeue", "incomplete", job.id)
         else:
-            self._tell(job, message, Token(mark.run_id, "done", now))
+            self._tell(job, message, note)
             self._slurm.change("scancel", job.id)
         if self._notify:
             self._slurm.run(_filled(self._notify, job, off, message), timeout=self._slurm.timeout)
+        return note
 
     def _tell(self, job: Job, message: str, noted: Token) -> None:
         """Note in the job how far it is, where its owner reads it too."""
         text = slurm_jobs.with_token(job.admin_comment, message, noted)
         self._slurm.change("scontrol", "update", f"jobid={job.id}", f"admincomment={text}")
 
-    def _release(self, jobs: Sequence[Job], mark: Mark, closed: Collection[str]) -> bool:
+    def _release(self, jobs: Sequence[Job], mark: Mark, watch: _Watch, closed: Collection[str]) -> bool:
         """Let the jobs start that are in the queue by our doing; whether one is still on its way there. Only a job
         that cannot come back to a node it was taken off, since those are ``closed``, starts at once."""
         todo, coming = [], False
         for job in jobs:
-            noted = slurm_jobs.token(job.admin_comment)
+            noted = slurm_jobs.token(job.admin_comment) or watch.notes.get(slurm_jobs.called(job))
             if noted is None or noted.run != mark.run_id:
                 continue
             hurry = bool(noted.off) and set(noted.off.split(",")) <= set(closed)

@@ -165,6 +165,19 @@ def test_a_job_with_a_node_outside_the_batch_is_not_hurried_back_to_it(slurm: Cl
     assert set(slurm.running(job).nodes) == {"gpu-2", "gpu-3"}
 
 
+def test_a_job_whose_note_a_site_writes_over_is_let_go_all_the_same(slurm: Cluster) -> None:
+    """As an epilog may; here the job does it when it is told to end, and so while it is held by us."""
+    over = "trap 'scontrol update jobid=$SLURM_JOB_ID admincomment=cost=7; exit 1' TERM"
+    job = slurm.counter("n", hold=over)
+    node = slurm.running(job).nodes[0]
+    until(lambda: slurm.text("n.now"), "a step")
+    slurm.backend(versions=dict.fromkeys(slurm.names, OLD)).cordon([node], R1)
+    slurm.empty([node], R1, fate="move")
+    there = slurm.running(job, 60)
+    assert there.constraint == f"driver-{OLD}" and there.admin_comment.startswith("cost=7 | gpufleet: ")
+    assert [line.split()[0] for line in slurm.text("n.log").splitlines()] == ["start", "start"]
+
+
 HET = """\
 #!/bin/bash
 #SBATCH --requeue --gres=gpu:4 --output=/dev/null
