@@ -5,25 +5,25 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fleet import Fleet
+from fleet import Fleet, Playing
 from slurm_cluster import NEW, OLD, Cluster, until
 
-pytestmark = pytest.mark.skipif(
-    "GPUFLEET_UNPROVEN" not in os.environ, reason="has never passed yet; GPUFLEET_UNPROVEN=1 runs it all the same"
-)
-
 NODES = 8
-HOLD = "exec 3<>/dev/nvidia${CUDA_VISIBLE_DEVICES%%,*}"
+FOREIGN, MOVING, FIXED, RESERVE = "gpu-8", "gpu-1", "gpu-2", "gpu-7"
+HOLD = "for gpu in ${CUDA_VISIBLE_DEVICES//,/ }; do exec {fd}<>/dev/nvidia$gpu; done"
+ENDS = "until [ -e %s ]; do sleep 0.2; done"
+"""A job ends when the test says so, whatever the time it takes until then."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def machines() -> Iterator[tuple[Cluster, Fleet]]:
     top = Path(tempfile.mkdtemp(prefix="gpufleet-slurm-"))
     shared, hosts = top / "slurm", top / "hosts"
@@ -32,7 +32,7 @@ def machines() -> Iterator[tuple[Cluster, Fleet]]:
         path.chmod(0o755)
     names = [f"gpu-{number}" for number in range(1, NODES + 1)]
     fleet = Fleet("hosts", hosts, names)
-    fleet.lab("up", "--nodes", str(NODES), "--share", str(shared), timeout=2400)
+    fleet.lab("up", "--nodes", str(NODES), "--share", str(shared), "--compiled", timeout=2400)
     try:
         with Cluster.up(shared, "--machines", str(hosts), nodes=NODES) as cluster:
             yield cluster, fleet
@@ -41,63 +41,120 @@ def machines() -> Iterator[tuple[Cluster, Fleet]]:
         shutil.rmtree(top)
 
 
+def only_on(slurm: Cluster, *open_: str) -> None:
+    """Let jobs start on these nodes only, without binding them to the nodes for ever as --nodelist does."""
+    closed = [name for name in slurm.names if name not in (*open_, FOREIGN)]
+    if closed:
+        slurm.drain(*closed, reason="the test places its jobs")
+    slurm.sh("scontrol", "update", f"nodename={','.join(open_)}", "state=undrain")
+
+
 def test_upgrade_with_slurm(machines: tuple[Cluster, Fleet]) -> None:
     slurm, fleet = machines
-    foreign = "gpu-8"
-    slurm.drain(foreign, reason="bad DIMM")
-    array = slurm.submit(f"{HOLD}; sleep 20", "--array=1-6", "--gres=gpu:1", "--requeue")
-    gang = slurm.submit(f"srun sh -c '{HOLD}; sleep 600'", "--nodes=2", "--gres=gpu:3", "--requeue")
+    ours = [name for name in fleet.names if name != FOREIGN]
+    slurm.drain(FOREIGN, reason="bad DIMM")
+
+    def place(node: str, submit: Callable[[], str]) -> str:
+        only_on(slurm, node)
+        job = submit()
+        assert slurm.running(job).nodes == (node,)
+        return job
+
+    jobs = slurm.state / "jobs"
+    saver = place(RESERVE, lambda: slurm.counter("saver", hold=HOLD))
+    mover = place(MOVING, lambda: slurm.counter("mover", "--time=15", hold=HOLD, may="wait,move"))
+    last = f"{HOLD}; {ENDS % (jobs / 'fixed.end')}"
+    fixed = place(FIXED, lambda: slurm.submit(last, "--gres=gpu:1", "--no-requeue", "--time=15"))
+    only_on(slurm, *(name for name in ours if name not in (RESERVE, MOVING, FIXED)))
+    task = f"{HOLD}; {ENDS % (jobs / 'array.end')}; echo $SLURM_ARRAY_TASK_ID >>{jobs}/array.log"
+    array = slurm.submit(task, "--array=1-4", "--gres=gpu:2", "--requeue")
+    gang = slurm.submit(f"srun bash -c '{HOLD}; sleep 3600'", "--nodes=2", "--gres=gpu:3", "--requeue")
     deaf = slurm.submit(f"{HOLD}; trap '' TERM; while :; do sleep 1; done", "--gres=gpu:1", "--requeue")
-    fixed = slurm.submit(f"{HOLD}; sleep 45", "--gres=gpu:1", "--no-requeue", "--time=2")
-    saver = slurm.counter("saver")
-    for job in (gang, deaf, fixed, saver):
+    tasks = [f"{array}_{number}" for number in range(1, 5)]
+    for job in (*tasks, gang, deaf):
         slurm.running(job)
-    was_on = slurm.job(saver).nodes[0]
-    until(lambda: int(slurm.text("saver.now") or 0) > 3, "three steps")
+    only_on(slurm, *ours)
+    until(lambda: int(slurm.text("mover.now") or 0) > 3 and int(slurm.text("saver.now") or 0) > 3, "three steps")
+    # the GPU that the kernel will not let go of: only a reboot helps
+    fleet.sh(FIXED, "echo 1 > /sys/module/nvidia/parameters/stuck")
 
-    wanted = {
-        "gpu_driver_version": NEW,
-        "gpu_scheduler": "slurm",
-        "gpu_scheduler_options": {"slurm_conf": str(slurm.state / "etc/slurm.conf")},
-        "gpu_batch_size": 3,
-        "gpu_max_unavailable": "100%",
-        "gpu_reserve": [was_on],
-        "gpu_workload_wait": 120,
-        "gpu_baseline_tolerance": 100,
-    }
-    playing = fleet.begin("upgrade", **wanted)
-    swap = "TASK [gpufleet.driver.install : Swap the driver]"
-    until(lambda: playing.log.read_text().count(swap) == 2, "the batch after the canary is at it", 300)
-    slurm.lab("stop", "slurmctld")
-    slurm.lab("start", "slurmctld")
-    later, killed = [name for name, node in slurm.commands.nodes().items() if node.reason.startswith("gpufleet: ")][:2]
-    slurm.drain(later, reason="fan broken")
-    slurm.lab("kill", killed)
-    played = playing.end()
+    playing = fleet.begin(
+        "upgrade",
+        gpu_driver_version=NEW,
+        gpu_scheduler="slurm",
+        gpu_scheduler_options={"slurm_conf": str(slurm.state / "etc/slurm.conf")},
+        gpu_canary=[MOVING],
+        gpu_batch_size=3,
+        gpu_max_unavailable="100%",
+        gpu_reserve=[RESERVE],
+        gpu_workload_wait=240,
+        gpu_baseline_tolerance=100,
+    )
 
-    ours = [name for name in fleet.names if name != foreign]
-    for dummy in range(3):
-        # a plan that no longer holds, because a job is elsewhere now, ends the run in good order: one runs it again
-        assert set(played.outcomes.values()) <= {"upgraded", "already", "skipped", "not started"}, played.output[-6000:]
-        if all(fleet.loaded(name) == NEW for name in ours):
-            break
-        played = fleet.play("upgrade", **wanted)
+    def meanwhile(found: Callable[[], Any], what: str) -> Any:
+        seen = until(lambda: found() or playing.process.poll() is not None, what, 600)
+        assert playing.process.poll() is None, f"{what} never came:\n{playing.log.read_text()[-6000:]}"
+        return seen
+
+    def end_what_is_waited_for() -> None:
+        meanwhile(lambda: slurm.node(FIXED).reason.startswith("gpufleet: "), "the turn of the node of the fixed job")
+        assert slurm.job(fixed).state == "RUNNING"
+        slurm.touch("fixed.end")
+
+    def end_what_was_moved() -> None:
+        meanwhile(lambda: len(starts(slurm, "mover")) == 2, "the moved job has started again")
+        slurm.touch("mover.end")
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(end_what_is_waited_for), pool.submit(end_what_was_moved)]
+        later, killed = meanwhile(lambda: swapping(slurm, playing), "the swap of several nodes")[:2]
+        slurm.lab("stop", "slurmctld")
+        slurm.lab("start", "slurmctld")
+        slurm.drain(later, reason="fan broken")
+        slurm.lab("kill", killed)
+        for one in ended:
+            one.result()
+        played = playing.end()
+    slurm.touch("array.end")
+
+    assert played.outcomes == {**dict.fromkeys(ours, "upgraded"), FOREIGN: "skipped"}, played.output[-6000:]
     nodes = slurm.commands.nodes()
-    assert nodes[foreign].reason == "bad DIMM" and nodes[foreign].drain and fleet.loaded(foreign) == OLD
-    assert nodes[later].reason == "fan broken" and nodes[later].drain
     for name in ours:
-        assert fleet.loaded(name) == NEW, played.output[-6000:]
+        assert fleet.loaded(name) == NEW
         assert nodes[name].drain == (name == later), nodes[name]
-        if name != later:
-            assert f"driver-{NEW}" in nodes[name].active, nodes[name]
-    assert f"driver-{OLD}" in nodes[foreign].active
+        assert f"driver-{NEW}" in nodes[name].active or name == later, nodes[name]
+    assert nodes[FOREIGN].reason == "bad DIMM" and nodes[FOREIGN].drain and fleet.loaded(FOREIGN) == OLD
+    assert f"driver-{OLD}" in nodes[FOREIGN].active
+    assert nodes[later].reason == "fan broken"
     assert not slurm.commands.reservations()
 
-    # nothing is lost: what ended ended well, what could not be waited for goes on
-    until(lambda: all(slurm.state_of(f"{array}_{task}") == "COMPLETED" for task in range(1, 7)), "the array", 60)
-    assert slurm.state_of(fixed) == "COMPLETED"
-    for job in (gang, deaf, saver):
-        slurm.running(job, 180)
-    starts = [line.split() for line in slurm.text("saver.log").splitlines()]
-    assert starts[0] == ["start", "0", "on", was_on] and len(starts) > 1
-    assert all(int(line[1]) > 0 for line in starts[1:]), starts
+    # nothing is lost: what was waited for ended well and only once, what was saved went on from there
+    assert slurm.state_of(fixed) == "COMPLETED" and slurm.restarts(fixed) == 0
+    first, second = starts(slurm, "mover")
+    assert slurm.state_of(mover) == "COMPLETED"
+    assert (first["on"], first["with"], second["with"]) == (MOVING, OLD, OLD) and int(second["start"]) > 3
+    slurm.running(saver, 60)
+    first, *dummy, last_start = starts(slurm, "saver")
+    assert (first["on"], last_start["with"]) == (RESERVE, NEW) and int(last_start["start"]) > 3
+    for job in (gang, deaf):
+        assert slurm.restarts(job) > 0
+        slurm.running(job, 60)
+    until(lambda: all(slurm.state_of(one) == "COMPLETED" for one in tasks), "the array", 60)
+    assert sorted(slurm.text("array.log").split()) == ["1", "2", "3", "4"]
+    assert sum(slurm.restarts(one) for one in tasks) > 0
+    assert not any(job.held or job.constraint for job in slurm.commands.jobs())
+
+
+def swapping(slurm: Cluster, playing: Playing) -> list[str]:
+    """The nodes of a batch of more than one, while their drivers are swapped."""
+    log = playing.log.read_text()
+    if log.rfind("TASK [gpufleet.driver.install : Swap the driver]") < log.rfind("PLAY [Upgrade, batch by batch]"):
+        return []
+    found = [node.name for node in slurm.commands.nodes().values() if node.reason.startswith("gpufleet: ")]
+    return found if len(found) > 1 else []
+
+
+def starts(slurm: Cluster, name: str) -> list[dict[str, str]]:
+    """Of each start of a counter the step that it began with, the node, and the driver loaded there."""
+    lines = [line.split() for line in slurm.text(f"{name}.log").splitlines()]
+    return [dict(zip(line[::2], line[1::2], strict=True)) for line in lines]
