@@ -121,6 +121,9 @@ nodes:
     note:
       description: What a run of this collection has written down about it.
       type: dict
+    run_id:
+      description: The run of this collection that is at work on it, or was the last to be. Empty if there was none.
+      type: str
     previous:
       description: The version it had before the last upgrade by this collection. Empty if there was none.
       type: str

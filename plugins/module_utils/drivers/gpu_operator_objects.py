@@ -177,6 +177,12 @@ class DriverNode:
         return str(last.get("from") or "") if now and last.get("to") == now != last.get("from") else ""
 
     @property
+    def run_id(self) -> str:
+        """The run that is at work on it, or was the last to be; empty if there was none."""
+        last = self.owner.last if self.owner and self.previous else {}
+        return str(self.note.get("run_id") or last.get("run_id") or "")
+
+    @property
     def held(self) -> bool:
         """Whether the operator's own upgrades pass it by."""
         return self.labels.get(SKIP) == "true"
@@ -221,6 +227,7 @@ class DriverNode:
             "held": self.held,
             "note": dict(self.note),
             "previous": self.previous,
+            "run_id": self.run_id,
         }
 
 

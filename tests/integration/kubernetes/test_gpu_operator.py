@@ -54,7 +54,8 @@ def test_nodes_go_back_after_the_upgrade_is_over(operated: OperatorCluster) -> N
     operated.cordon(first, second)
     operated.swap(first, second)
     operated.driver().settle()
-    assert operated.judged()["nodes"][first]["previous"] == OLD
+    found = operated.judged()["nodes"][first]
+    assert (found["previous"], found["run_id"]) == (OLD, "run-1")
     operated.restore(first)
     said = "\n".join(operated.driver().settle())
     assert [operated.loaded(name) for name in (first, second)] == [OLD, NEW] and operated.version() == NEW
