@@ -152,7 +152,7 @@ def test_a_job_whose_node_is_back_at_once_waits_until_it_may_start_there(slurm: 
     slurm.backend().uncordon(["gpu-1"], R1)
     waiting = slurm.job(job)
     assert waiting.state == "PENDING" and waiting.started > time.time(), "at once, it would end as failed"
-    assert slurm.running(job).nodes == ("gpu-1",)
+    assert slurm.running(job, 60).nodes == ("gpu-1",)
 
 
 def test_a_job_with_a_node_outside_the_batch_is_not_hurried_back_to_it(slurm: Cluster) -> None:
