@@ -163,6 +163,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base
     SOURCE_GONE,
     SOURCE_RUNNING,
     CheckpointError,
+    Reason,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
@@ -208,7 +209,10 @@ def main() -> None:
         if state == "committed":
             return {"changed": True, "source": chosen.commit(work, p["target"]), "artefact": given["artefact"]}
         if not isinstance(chosen, CudaCriu):
-            return {"changed": False, "source": "unknown"}
+            raise CheckpointError(
+                Reason("policy", state, f"backend {chosen.name}", "cuda_criu", "see docs/checkpoint.md",
+                       "unknown", work.name)
+            )  # fmt: skip
         if state == "left":
             return chosen.leave(work).as_dict()
         if state == "returned":

@@ -138,7 +138,12 @@ class Common:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._place_script()  # the timer needs it too
             with suspend.held(path):
-                yield path, suspend.read_record(path)
+                record = suspend.read_record(path)
+                owner = record.get("backend") or "cuda_criu" if record else self.name
+                if owner != self.name:
+                    expected = f"nothing that {owner} has begun"
+                    raise self._failed(work, "policy", "ownership", f"{path} is {owner}'s", expected, f"cat {path}")
+                yield path, record
         except TimeoutError as exc:
             raise self._failed(
                 work, "policy", "ownership", str(exc), "nobody else at it", f"fuser -v {path}.lock"

@@ -62,7 +62,7 @@ class Engine:
     ) -> None:
         self.kind = str(options.get("kind"))
         self.url = str(options.get("url") or "").rstrip("/")
-        self._drain = float(options.get("drain") or 60)
+        self._drain = float(options.get("drain", 60))
         self._sleeps = bool(options.get("sleep"))
         self._token = options.get("token_file")
         self._request = request

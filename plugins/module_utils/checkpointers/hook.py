@@ -110,6 +110,8 @@ class Hook(Checkpointer):
             wrong = f"{' and '.join(asked) or 'nothing'} to ask for the save"
         elif not str(save.get("proof") or "").startswith("/"):
             wrong = f"proof is {save.get('proof')!r}"
+        elif save.get("engine") or save.get("encrypt"):
+            wrong = "engine or encrypt, which are for saves that are not the application's own"
         elif save.get("signal") and not hasattr(signal, str(save["signal"])):
             wrong = f"{save['signal']!r} is not a signal"
         elif save.get("signal") and not work.unit:

@@ -110,6 +110,13 @@ class LeftRunning(Common, Checkpointer):
 
     def check(self, work: Work) -> Sequence[Reason]:
         found: list[Reason] = []
+        if work.save.get("encrypt"):
+            observed, expected = f"save.encrypt with {self.name}", "save.encrypt with cuda_criu"
+            found.append(
+                self._failed(
+                    work, "unsupported_feature:encryption", "check", observed, expected, "see docs/checkpoint.md"
+                ).reason
+            )
         engine = work.save.get("engine")
         if engine:
             trouble = Engine(engine).trouble()
@@ -272,6 +279,7 @@ class LeftRunning(Common, Checkpointer):
                 record = {
                     "state": UNLOCKING,
                     "workload": work.name,
+                    "backend": self.name,
                     "artefact": artefact_id,
                     "members": [],
                     "at": self._now(),

@@ -284,6 +284,23 @@ def test_work_that_would_run_on_is_refused_unless_its_owner_says_it_may(place: P
     assert found.reason == "unsupported_feature:left_running"
 
 
+def test_what_another_backend_has_begun_is_left_alone(place: Place) -> None:
+    path = place.backend().record_path("llama")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"state": "frozen", "workload": "llama", "unit": "llama.service", "members": []}))
+    before = path.read_text()
+    for act in (place.backend().capture, place.backend().abort):
+        with pytest.raises(CheckpointError, match="cuda_criu's"):
+            act(POD)
+    assert path.read_text() == before
+
+
+def test_a_save_that_would_not_be_encrypted_is_refused(place: Place) -> None:
+    given = replace(POD, save={**POD.save, "encrypt": {"tool": "age", "recipient": "age1x"}})
+    (found,) = place.backend().check(given)
+    assert found.reason == "unsupported_feature:encryption"
+
+
 @pytest.fixture
 def engine() -> Iterator[EngineServer]:
     server = EngineServer("vllm")
