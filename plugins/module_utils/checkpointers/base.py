@@ -168,7 +168,7 @@ class Checkpointer(ABC):
         """End a captured work at its source for good, in favour of ``target``; how it is then."""
 
     @abstractmethod
-    def restore(self, work: Work, artefact: str) -> Mapping[str, Any]:
+    def restore(self, work: Work, artefact_id: str) -> Mapping[str, Any]:
         """Bring a saved work to life on this node and prove that it goes on; the evidence."""
 
     @abstractmethod
@@ -176,5 +176,5 @@ class Checkpointer(ABC):
         """Prove that a restored work goes on; the evidence."""
 
     @abstractmethod
-    def discard(self, work: Work, artefact: str) -> bool:
+    def discard(self, work: Work, artefact_id: str) -> bool:
         """Forget a save that is no longer needed; whether there was something to forget."""

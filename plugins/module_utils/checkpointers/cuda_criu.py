@@ -46,12 +46,12 @@ class CudaCriu(Source, Target, Home, Checkpointer):
         needs_launch_time_setup=False,
     )
 
-    def discard(self, work: Work, artefact: str) -> bool:
+    def discard(self, work: Work, artefact_id: str) -> bool:
         """Forget a save, and what is remembered of it once nothing depends on that any more. Work that was taken in is
         remembered for as long as it is here."""
         for side in ("checkpoints", "restores"):
             with self._held(work, side) as (path, record):
-                if record.get("artefact") != artefact:
+                if record.get("artefact") != artefact_id:
                     continue
                 state = record.get("state")
                 if state in (suspend.FROZEN, suspend.PUBLISHED, COMMITTING, STARTING, UNLOCKING, UNPACKING):
@@ -73,4 +73,4 @@ class CudaCriu(Source, Target, Home, Checkpointer):
                     suspend.write_record(path, record)
                 else:
                     path.unlink()
-        return remove_artefact(self._store, artefact)
+        return remove_artefact(self._store, artefact_id)

@@ -203,7 +203,7 @@ class Hook(Checkpointer):
         """Nothing stands still: whoever stops the work ends it."""
         return SOURCE_RUNNING
 
-    def restore(self, work: Work, artefact: str) -> Mapping[str, Any]:
+    def restore(self, work: Work, artefact_id: str) -> Mapping[str, Any]:
         raise self._failed(
             work,
             "unsupported_feature:restore",
@@ -221,7 +221,7 @@ class Hook(Checkpointer):
             raise self._failed(work, "verify_failed", "verify", done.describe(), "rc 0", " ".join(work.ready))
         return {"ready": True}
 
-    def discard(self, work: Work, artefact: str) -> bool:
+    def discard(self, work: Work, artefact_id: str) -> bool:
         """The save is the application's own; it is not ours to remove."""
         return False
 

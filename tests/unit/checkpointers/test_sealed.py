@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers impo
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import CheckpointError, Work
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import Seal, SealError
+
+MISSING = [tool for tool in ("age", "age-keygen", "gpg") if not shutil.which(tool)]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: run tests/setup packages")
 
 SECRET = b"hunter2" * 1000
 

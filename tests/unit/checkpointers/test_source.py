@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,6 +185,7 @@ def test_a_capture_stands_still_and_is_whole(place: Place) -> None:
     assert place.unit.seconds == 900
 
 
+@pytest.mark.skipif(not shutil.which("age-keygen"), reason="age is not installed: run tests/setup packages")
 def test_an_encrypted_capture_is_plain_nowhere(place: Place, tmp_path: Path) -> None:
     made = subprocess.run(["age-keygen"], capture_output=True, text=True, check=True)
     scratch = tmp_path / "scratch"
