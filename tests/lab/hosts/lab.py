@@ -36,6 +36,7 @@ REPO_PORT = 8480
 COMPILED = "var/cache/gpufleet-lab"  # where metal/bytecode.py keeps what Python has compiled
 REBOOT_REQUESTED = 133  # systemd-nspawn's exit status when the machine rebooted itself
 PACKAGE_REVISION = "-0ubuntu0.22.04.1"
+CRIU_RIGHTS = "CAP_CHECKPOINT_RESTORE,CAP_NET_ADMIN,CAP_SYS_TIME"  # the last for the clocks of a restored process
 
 # Character devices that exist on about every kernel, may be opened many times over, do nothing by being open, and that
 # no program of a lab machine opens. Each stands for one /dev/nvidia* node; the lab takes those that open on this host.
@@ -158,6 +159,13 @@ def standin_repository(payload_mb: int) -> Path:
     """The flat apt repository with the stand-in driver's packages, built once and cached."""
     argv = [str(HERE.parent / "standin" / "build"), "--payload-mb", str(payload_mb)]
     return Path(run(argv, deadline=1800, show=True).splitlines()[-1], "repo")
+
+
+def criu_layer() -> Path:
+    """A layer with a CRIU that works on this kernel; :raises LabError: if there is none, with its own words."""
+    layer = Path(run([str(HERE.parent / "criu" / "build")], deadline=600, show=True).splitlines()[-1], "layer")
+    run([str(layer / "usr/local/sbin/criu"), "check"])
+    return layer
 
 
 def digest(*parts: object, files: list[Path]) -> str:
@@ -362,7 +370,12 @@ class Lab:
         write(upper / "etc/hosts", f"127.0.0.1 localhost\n{others}{self.gateway} repo.lab\n")
         write(upper / "etc/machine-id", f"{uuid.uuid4().hex}\n", mode=0o444)
         write(upper / "etc/gpufleet-lab/devices", self.data["devices"])
-        write(upper / "etc/modprobe.d/gpufleet-lab.conf", f"options nvidia gpus={self.data['gpus']}\n")
+        options = f"gpus={self.data['gpus']}"
+        if self.data["criu"]:
+            options += " serial=0"  # the same GPU UUIDs everywhere: drivers before 580 restore to no others
+            write(upper / "etc/gpufleet-lab/first-pid", f"{20000 * node['number']}\n")
+            write(upper / "etc/nvidia-standin/state", "proc_used_mib=8\n")
+        write(upper / "etc/modprobe.d/gpufleet-lab.conf", f"options nvidia {options}\n")
         if self.data["workload"]:
             wanted = upper / "etc/systemd/system/multi-user.target.wants/gpu-counter.service"
             wanted.parent.mkdir(parents=True)
@@ -410,6 +423,8 @@ class Lab:
             f"--directory={self.directory(node) / 'root'}",
             *([f"--bind={self.data['share']}"] if self.data.get("share") else []),
         ]  # fmt: skip
+        if self.data["criu"]:  # which cannot look into processes under a system call filter, nor from below one
+            nspawn = ["env", "SYSTEMD_SECCOMP=0", *nspawn, f"--capability={CRIU_RIGHTS}"]
         spawn(
             self.node_group(node), ["/bin/sh", "-c", loop, node["name"], *nspawn], self.directory(node) / "console.log"
         )
@@ -559,7 +574,8 @@ def up(options: argparse.Namespace) -> None:
     data |= {
         "compiled": options.compiled,
         "share": str(options.share or ""),
-        "layers": [str(layer), str(image / "root")],
+        "criu": options.criu,
+        "layers": [*([str(criu_layer())] if options.criu else []), str(layer), str(image / "root")],
         "devices": device_table(options.gpus, state),
     }
     lab = claim(state, data)
@@ -689,6 +705,8 @@ def main() -> int:
         help="keep what Python has compiled of the modules that Ansible sends, also over a reset: for tests, since "
         "real machines compile them anew each time",
     )
+    text = "machines whose processes can be saved and restored on another, with a CRIU that works on this kernel"
+    sub.add_argument("--criu", action="store_true", help=text)
     add_deadline(sub)
     sub.add_argument("--keep", action="store_true", help="leave everything in place if the start fails")
     command("down", down, "end the fleet and remove all it made")

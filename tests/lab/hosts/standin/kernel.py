@@ -31,6 +31,7 @@ MODULES = RUN / "modules"  # one file a loaded module; syscalls.c reads them
 SYS_MODULE = Path("/sys/module")
 PROC_NVIDIA = Path("/proc/driver/nvidia")
 DEVICES = Path("/etc/gpufleet-lab/devices")  # "NAME MAJOR MINOR" a line, chosen for this host by the lab
+FIRST_PID = Path("/etc/gpufleet-lab/first-pid")  # there if processes are to be restored here (lab up --criu)
 MAX_GPUS = 8
 SIZES = {"nvidia": 56713216, "nvidia_uvm": 4632576, "nvidia_modeset": 1306624, "nvidia_drm": 77824}
 
@@ -100,7 +101,7 @@ def make_nodes(nodes: dict[str, tuple[int, int]]) -> None:
 
 
 def start_nvidia(version: str, options: dict[str, str], gpus: int) -> None:
-    host = f"{zlib.crc32(os.uname().nodename.encode()):08x}"
+    serial = int(options.get("serial", zlib.crc32(os.uname().nodename.encode())))
     PROC_NVIDIA.mkdir()
     (PROC_NVIDIA / "version").write_text(VERSION.format(version=version))
     (PROC_NVIDIA / "params").write_text(PARAMS)
@@ -112,7 +113,7 @@ def start_nvidia(version: str, options: dict[str, str], gpus: int) -> None:
             INFORMATION.format(
                 model=options.get("gpu_name", "NVIDIA Stand-in GPU"),
                 irq=64 + index,
-                uuid=f"GPU-{host}-0000-4000-8000-{index:012d}",
+                uuid=f"GPU-{serial:08x}-0000-4000-8000-{index:012d}",
                 address=gpu_address(index),
                 minor=index,
                 version=version,
@@ -205,6 +206,18 @@ def boot() -> None:
     mount_over(RUN / "pci_devices", Path("/sys/bus/pci/devices"))
     mount_over(RUN / "osrelease", Path("/proc/sys/kernel/osrelease"))
     MODULES.mkdir()
+    if FIRST_PID.exists():
+        allow_restores()
+
+
+def allow_restores() -> None:
+    """Let processes come back with the ids they had, which are not those of the others here, as on machines that have
+    run for a while."""
+    for name in ("ns_last_pid", "sem_next_id", "msg_next_id", "shm_next_id"):
+        path = Path("/proc/sys/kernel", name)
+        mount_over(path, path)
+        subprocess.run(["/usr/bin/mount", "-o", "remount,bind,rw", str(path)], check=True)
+    Path("/proc/sys/kernel/ns_last_pid").write_text(FIRST_PID.read_text())
 
 
 def main(arguments: list[str]) -> int:
