@@ -100,7 +100,7 @@ def _foretold(told: Mapping[str, Any], workloads: list[Any]) -> dict[str, Any]:
 def judged(outcomes: list[moving.Outcome], unsaved: str) -> dict[str, Any]:
     """The result of the task: it fails if work may run twice or nowhere, or was to be saved at any price and is not."""
     unknown = [one for one in outcomes if one.how == moving.UNKNOWN]
-    lost = [one for one in outcomes if one.reasons and one.reasons[-1].get("source") == "lost"]
+    lost = [one for one in outcomes if one.how == moving.LOST]
     refused = [one for one in outcomes if one.how in (moving.STAYED, moving.COLD)] if unsaved == "refuse" else []
     result: dict[str, Any] = {
         "changed": any(one.how != moving.STAYED for one in outcomes),

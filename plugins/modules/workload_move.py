@@ -142,7 +142,8 @@ workloads:
       description:
         - V(moved), it runs on another node. V(saved), it has saved itself and runs on. V(stayed), it runs on and is not
           saved. V(cold_start), it was ended and started again from its own state. V(absent), it was not running here.
-          V(unknown), it may run on a node that does not answer.
+          V(unknown), it may run on a node that does not answer. V(lost), it neither runs nor is saved, and does not
+          start.
       type: str
       returned: always
     to:

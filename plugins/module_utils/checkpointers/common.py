@@ -53,11 +53,13 @@ class Limits:
     lock: float = 10.0
     freeze: float = 900.0
     settle: float = 10.0
+    base: float = 60.0
+    """What everything that grows with memory is given before it is counted by size."""
     slowest: float = 0.1
     """GB a second that everything that grows with memory is given at least."""
 
-    def by_size(self, size: int, base: float = 60.0) -> float:
-        return base + size / 1e9 / self.slowest
+    def by_size(self, size: int) -> float:
+        return self.base + size / 1e9 / self.slowest
 
 
 Differences = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Any]]

@@ -45,6 +45,15 @@ def node_facts(
     }
 
 
+MAP_SINCE = 580
+"""The first driver branch whose restore takes a map from old to new GPUs."""
+
+
+def maps_gpus(driver: str | None) -> bool:
+    """Whether a driver can restore to other GPUs than those that a process was saved with."""
+    return int((driver or "0").split(".", maxsplit=1)[0]) >= MAP_SINCE
+
+
 def gpu_order(report: nvml.Report) -> list[dict[str, Any]]:
     """The GPUs in the order the driver has them: uuid, minor, total and used bytes."""
     return [

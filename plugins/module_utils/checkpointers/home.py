@@ -207,6 +207,10 @@ class Home(Common):
                 )
             unit = unit_of(work)
             service = self._service(unit)
+            if record.get("source") == SOURCE_LOST and suspend.same(record["members"], self._proc):  # and of no use
+                service.guard()
+                service.end(lambda: suspend.same(record["members"], self._proc), 60.0)
+                service.reset()
             service.unguard()
             if service.moved.lift_one(unit):
                 service.reload()

@@ -20,14 +20,17 @@ from typing import Any, Callable
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
     SOURCE_FROZEN,
     SOURCE_GONE,
+    SOURCE_LOST,
     SOURCE_RUNNING,
     Reason,
 )
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.facts import MAP_SINCE, maps_gpus
 
 MOVED, SAVED, STAYED, COLD = "moved", "saved", "stayed", "cold_start"
-ABSENT, UNKNOWN = "absent", "unknown"
+ABSENT, UNKNOWN, LOST = "absent", "unknown", "lost"
 """How a workload is afterwards: it runs on another node; has saved itself and runs on here; runs on here unsaved; was
-ended and started again from its own state. It was not running here; it may run on a node that does not answer."""
+ended and started again from its own state. It was not running here; it may run on a node that does not answer; it
+neither runs nor is saved, and does not start."""
 
 Call = Callable[[str, str, Mapping[str, Any]], Mapping[str, Any]]
 """Node, module and its options → the module's result, also if it failed. Raises :class:`NodeLost`."""
@@ -92,6 +95,18 @@ class _Job:
         return {**self.given, "artefact": self.artefact}
 
 
+def other_gpus(own: Mapping[str, Any], offer: Mapping[str, Any]) -> list[str]:
+    """Why the GPUs of another node cannot take part, by what ``checkpoint_info`` tells of both: those that a process
+    was saved with must be there, or the driver must take a map to others."""
+    missing = {one["uuid"] for one in own["gpus"]} - {one["uuid"] for one in offer["gpus"]}
+    if not missing or maps_gpus(own["facts"].get("driver")):
+        return []
+    driver = own["facts"].get("driver")
+    return [
+        f"{sorted(missing)[0]} is not there, and driver {driver} restores to no other (as {MAP_SINCE} and later do)"
+    ]
+
+
 class Move:
     """One node's workloads on their way to others. ``say`` tells a person what happens."""
 
@@ -152,6 +167,7 @@ class Move:
         for name, offer in list(offers.items()):
             lacks = [one["observed"] for one in offer["backends"]["cuda_criu"]["lacks"]]
             wrong = lacks or [str(one) for one in self._differences(own["facts"], offer["facts"])]
+            wrong = wrong or other_gpus(own, offer)
             if wrong:
                 refusals.append(f"{name}: {wrong[0]}")
                 del offers[name]
@@ -183,6 +199,8 @@ class Move:
                     job.outcome.how = ABSENT
                 else:
                     self._say(str(told["msg"]))
+                if told["source"] == SOURCE_LOST:  # the driver broke it
+                    self._cold(job)
                 job.over = True
                 continue
             job.artefact, job.source, job.target = told["artefact"], told["source"], told.get("target")
@@ -219,7 +237,10 @@ class Move:
                 continue
             self._say(f"{job.name}: to {target}")
             store = {key: self._terms.options[key] for key in ("store",) if key in self._terms.options}
-            told = self._call(target, "checkpoint_fetch", {**store, "artefact": job.artefact, "source": self._home})
+            order = {**store, "artefact": job.artefact, "source": self._home}
+            told = self._call(target, "checkpoint_fetch", order)
+            if told.get("failed") and not told.get("lost"):  # what arrived is kept, and only what is wrong comes again
+                told = self._call(target, "checkpoint_fetch", order)
             if told.get("failed"):
                 self._note([job], "publish_failed", "fetch", str(told.get("msg")), f"the save on {target}")
             else:
@@ -263,7 +284,8 @@ class Move:
         for job, told in results:
             if told["ok"]:
                 job.outcome.how, job.outcome.to, job.over = MOVED, target, True
-                job.outcome.seconds = round(self._now() - job.began, 1) if job.began else 0.0
+                awake = float(told.get("evidence", {}).get("awake", 0))
+                job.outcome.seconds = round(self._now() - job.began - awake, 1) if job.began else 0.0
                 self._say(f"{job.name}: runs on {target}, stood still for {job.outcome.seconds:.0f} s")
                 continue
             if told.get("reason"):
@@ -305,8 +327,9 @@ class Move:
             self._prove_absent(job)
         if job.over:
             return
-        told = self._ask(self._home, "workload_checkpoint", "returned", [job], {"target": job.target})[0][1]
-        job.outcome.how, job.over = COLD, True
+        given_to = {"target": job.target or self._home}
+        told = self._ask(self._home, "workload_checkpoint", "returned", [job], given_to)[0][1]
+        job.outcome.how, job.over = COLD if told["ok"] else LOST, True
         if told["ok"]:
             self._say(f"{job.name}: starts again on {self._home} from its own state")
         else:

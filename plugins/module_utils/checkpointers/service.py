@@ -13,6 +13,8 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import contextlib
+import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +60,35 @@ def quoted(argv: Sequence[str]) -> str:
     return " ".join(words)
 
 
+def without_ours(text: str) -> str:
+    """What ``systemctl cat`` prints, but for the files of this collection: they are about one machine and one move."""
+    parts = re.split(r"^(?=# /)", text, flags=re.MULTILINE)
+    return "".join(part for part in parts if not re.match(r"# \S*/zz-gpufleet-[^/\s]+\.conf$", part, re.MULTILINE))
+
+
+class _Reloads:
+    """Lets whoever waits for a reload that has not begun yet share it."""
+
+    def __init__(self) -> None:
+        self._running, self._counting = threading.Lock(), threading.Lock()
+        self._asked = self._covered = 0
+
+    def once(self, reload: Callable[[], None]) -> None:
+        with self._counting:
+            self._asked += 1
+            mine = self._asked
+        with self._running:
+            if self._covered >= mine:
+                return
+            with self._counting:
+                covers = self._asked
+            reload()
+            self._covered = covers
+
+
+_reloads = _Reloads()
+
+
 class Service:
     """One unit of type service. ``runtime`` is where drop-ins live that are gone after a reboot."""
 
@@ -96,7 +127,7 @@ class Service:
     def fragment(self) -> str:
         """The text of the unit's own file and its drop-ins, but for ours, to start it where it does not exist."""
         done = self._run(["systemctl", "cat", "--", self.unit], timeout=_QUERY)
-        return done.stdout if done.ok else ""
+        return without_ours(done.stdout) if done.ok else ""
 
     def guard(self) -> None:
         """Keep systemd's hands off the unit's processes from now on."""
@@ -120,6 +151,10 @@ class Service:
             self.reload()
 
     def reload(self) -> None:
+        """Have systemd read its units again; services that ask at the same time share the time it takes."""
+        _reloads.once(self._reload)
+
+    def _reload(self) -> None:
         done = self._run(["systemctl", "daemon-reload"], timeout=_QUERY * 4)
         if not done.ok:
             raise ServiceError(

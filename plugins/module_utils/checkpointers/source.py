@@ -26,6 +26,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers impo
     suspend,
     tree,
 )
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import images as page_images
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
     SOURCE_FROZEN,
     SOURCE_GONE,
@@ -259,7 +260,16 @@ class Source(Common):
                 return replace(self._captured(work, record, changed=False), source=SOURCE_GONE, target=record["target"])
             if record.get("state") in (suspend.FROZEN, suspend.PUBLISHED):
                 self._say(f"{work.name}: an earlier capture was interrupted; it runs on before the next")
-                self._undo(path, record)
+                if self._undo(path, record) == SOURCE_LOST and not self._began_anew(record):
+                    raise self._failed(
+                        work,
+                        "lost_source",
+                        "capture",
+                        "its processes ended while they stood still, and it was not saved yet",
+                        "processes that can go on",
+                        f"journalctl -u {record['unit']}",
+                        SOURCE_LOST,
+                    )
             if record.get("state") == suspend.THAWED:
                 artefact.remove(self._store, record["artefact"])  # what was saved is out of date
             attempts = record.get("attempts", 0) + 1 if record.get("state") in (ABORTED, suspend.THAWED) else 1
@@ -268,9 +278,14 @@ class Source(Common):
                 raise CheckpointError(refused[0])
             return self._captured(work, self._capture(work, path, attempts))
 
+    def _began_anew(self, record: Mapping[str, Any]) -> bool:
+        """Whether the unit was started by somebody else since its processes were stopped: at boot, for example."""
+        shown = self._service(record["unit"]).show()
+        return shown.get("ActiveState") == "active" and int(shown.get("MainPID") or 0) != record["main"]
+
     def _still_stands(self, record: Mapping[str, Any]) -> bool:
-        alive = suspend.same(record["members"], self._proc)
-        if len(alive) != len(record["members"]) or not all(suspend.stands_still(pid, self._proc) for pid in alive):
+        """Whether a save is as good as when it was taken: nothing of the work has run since; it may have died."""
+        if not self._gone_or_still(record) or self._began_anew(record):
             return False
         try:
             artefact.read(self._store, record["artefact"])
@@ -307,6 +322,7 @@ class Source(Common):
             "state": suspend.FROZEN,
             "workload": work.name,
             "unit": service.unit,
+            "main": int(shown["MainPID"]),
             "artefact": artefact.new_id(work.name, stamp, os.urandom(3).hex()),
             "members": [
                 {
@@ -441,6 +457,13 @@ class Source(Common):
             raise self._failed(
                 work, "dump_failed", "dump", f"{short(done)}; {criu_errors(log)}", "rc 0", f"{self._criu} check --all"
             )
+        try:
+            cut = page_images.wrong(images)
+        except page_images.ImageError as exc:
+            cut = [str(exc)]
+        if cut:
+            whole = "all pages that its page maps tell of"
+            raise self._failed(work, "dump_failed", "dump", "; ".join(cut[:3]), whole, f"df -h {self._store}")
         missing = [one.pid for one in processes if not (images / f"core-{one.pid}.img").exists()]
         running = [one.pid for one in processes if not suspend.stands_still(one.pid, self._proc)]
         if missing or running:
@@ -550,7 +573,8 @@ class Source(Common):
         with contextlib.suppress(artefact.ArtefactError):
             artefact.remove(self._store, record["artefact"])
         alive = suspend.same(record["members"], self._proc)
-        whole = len(alive) == len(record["members"]) and all(state == suspend.RUNNING for state in states.values())
+        needed = {record["main"], *(one["pid"] for one in record["members"] if one["cuda"])}  # a helper may just end
+        whole = needed <= set(alive) and all(state == suspend.RUNNING for state in states.values())
         whole = whole and not asleep
         source = SOURCE_RUNNING if whole else SOURCE_LOST
         record.update(state=ABORTED, source=source, states={str(pid): state for pid, state in states.items()})

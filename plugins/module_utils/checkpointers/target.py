@@ -47,9 +47,6 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import Podman
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 
-_MAP_SINCE = 580
-"""The first driver branch whose restore takes a map from old to new GPUs."""
-
 
 class Target(Common):
     """The end of a move at which the work comes back to life and is proven to go on."""
@@ -203,12 +200,12 @@ class Target(Common):
         if all(old == new for old, new in chosen.items()):
             return {}
         driver = str(manifest["key"].get("driver") or "0")
-        if int(driver.split(".", maxsplit=1)[0]) < _MAP_SINCE:
+        if not facts.maps_gpus(driver):
             moved = next(f"{old} to {new}" for old, new in chosen.items() if old != new)
             refuse(
                 "key_mismatch:gpu_uuid",
                 f"it would move from {moved} under driver {driver}",
-                f"the same UUIDs, or driver {_MAP_SINCE} or later",
+                f"the same UUIDs, or driver {facts.MAP_SINCE} or later",
             )
         return chosen
 
@@ -264,7 +261,8 @@ class Target(Common):
                     self._restart(work, service, path, record, manifest)
                 timings["restore"] = round(time.monotonic() - mark, 3)
                 self._wake(work, path, record)
-                timings["cuda"] = round(time.monotonic() - mark - timings["restore"], 3)
+                awake = time.monotonic()
+                timings["cuda"] = round(awake - mark - timings["restore"], 3)
                 service.settle()
                 evidence = self._verify(work, record, self._limits.settle)
             except (CheckpointError, ServiceError, OSError, artefact.ArtefactError) as exc:
@@ -283,7 +281,7 @@ class Target(Common):
             self._drop_plain(record)
             record.update(state=RUNNING, timings=timings, since=self._now())
             suspend.write_record(path, record)
-            return {**evidence, "timings": timings, "changed": True}
+            return {**evidence, "timings": timings, "awake": round(time.monotonic() - awake, 3), "changed": True}
 
     def _restart(
         self, work: Work, service: Service, path: Path, record: dict[str, Any], manifest: Mapping[str, Any]
@@ -298,7 +296,7 @@ class Target(Common):
         if service.show().get("LoadState") == "not-found":
             service.adopt(manifest["workload"]["fragment"])
         size = sum(member["rss"] + member["gpu_bytes"] for member in manifest["members"])
-        seconds = 3 * self._limits.by_size(size) + 60
+        seconds = 3 * self._limits.by_size(size) + self._limits.base
         place = Path("/run/gpufleet") / record["artefact"]
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         pid_file = place / "main.pid"

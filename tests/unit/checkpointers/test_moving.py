@@ -36,6 +36,7 @@ class Node:
 
     facts: dict[str, str] = field(default_factory=lambda: {"driver": "580.95.05"})
     lacks: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ("GPU-a",)
     running: set[str] = field(default_factory=set)
     frozen: set[str] = field(default_factory=set)
     store: set[str] = field(default_factory=set)
@@ -92,6 +93,7 @@ class World:
         if module == "checkpoint_info":
             return {
                 "facts": node.facts,
+                "gpus": [{"uuid": uuid} for uuid in node.gpus],
                 "backends": {"cuda_criu": {"lacks": [{"observed": lack} for lack in node.lacks]}},
                 "stopped": [{"workload": work, **record} for work, record in node.saved.items()],
                 "restored": [{"workload": work, **record} for work, record in node.came.items()],
@@ -306,6 +308,49 @@ def test_nothing_is_touched_that_has_nowhere_to_go() -> None:
     assert "590.44.01" in outcomes[0].reasons[0]["observed"]
     assert "criu is not installed" in outcomes[0].reasons[0]["observed"]
     assert {state for dummy, state in world.calls} == {"checkpoint_info"}
+
+
+def test_other_gpus_need_a_driver_that_restores_to_them() -> None:
+    for driver, expected in (("570.86.10", (STAYED, None)), ("580.95.05", (MOVED, "a"))):
+        world = three(a=Node(gpus=("GPU-x",)))
+        for node in world.nodes.values():
+            node.facts = {"driver": driver}
+        (outcome,) = move(world).away([work("one")], ["a"])
+        assert (outcome.how, outcome.to) == expected
+        assert "GPU-a is not there" in str(outcome.reasons) or expected[1]
+
+
+def test_a_copy_that_arrives_wrong_is_made_once_more() -> None:
+    world = three()
+    copies = []
+    real = world.call
+
+    def call(name: str, module: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        if module == "checkpoint_fetch":
+            copies.append(name)
+            if len(copies) == 1:
+                return {"failed": True, "msg": "piece 0 arrived wrong"}
+        return real(name, module, options)
+
+    world.call = call  # type: ignore[method-assign]
+    assert how(move(world).away([work("one")], ["a"])) == [(MOVED, "a")]
+    assert copies == ["a", "a"]
+
+
+def test_work_that_its_driver_broke_starts_again() -> None:
+    world = three()
+    real = world.one
+
+    def one(name: str, node: Node, state: str, options: Mapping[str, Any], given: Any) -> dict[str, Any]:
+        if state != "captured":
+            return real(name, node, state, options, given)
+        reason = {"reason": "checkpoint_failed", "source": "lost"}
+        return {"workload": given["name"], "ok": False, "source": "lost", "reason": reason, "msg": "state failed"}
+
+    world.one = one  # type: ignore[method-assign]
+    (outcome,) = move(world).away([work("one")], ["a"])
+    assert (outcome.how, outcome.reasons[0]["reason"]) == (COLD, "checkpoint_failed")
+    assert ("home", "returned") in world.calls
 
 
 def test_a_candidate_that_is_gone_is_passed_over() -> None:

@@ -1,0 +1,196 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Whoever conducts or carries out a move may end at any moment, and so may a machine: the next run finishes it, and no
+step of the work is ever lost or done twice."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from works import FIRST, GPUS, HOME, QUICK, SECOND, Work, Works
+
+# act of a side of the move → what it is in the code, and which time it comes
+CAPTURE = {
+    "intent": ("suspend", "write_record", 1),
+    "guard": ("service", "guard", 1),
+    "timer": ("service", "arm", 1),
+    "stage": ("artefact", "stage", 1),
+    "lock": ("backend", "_lock", 1),
+    "suspend": ("backend", "_checkpoint", 1),
+    "dump": ("backend", "_dump", 1),
+    "files": ("backend", "_carry", 1),
+    "hash": ("artefact", "hash_files", 1),
+    "manifest": ("artefact", "_write_manifest", 1),
+    "publish": ("artefact", "publish", 1),
+    "saved": ("suspend", "write_record", 2),
+}
+COMMIT = {
+    "committing": ("suspend", "write_record", 1),
+    "untimed": ("service", "disarm", 1),
+    "held": ("moved", "place", 1),
+    "guarded": ("service", "guard", 1),
+    "ended": ("service", "end", 1),
+    "committed": ("suspend", "write_record", 2),
+}
+RESTORE = {
+    "starting": ("suspend", "write_record", 1),
+    "unpacked": ("backend", "_unpack", 1),
+    "started": ("service", "start_from", 1),
+    "there": ("backend", "_restart", 1),
+    "resumed": ("backend", "_phase", 1),
+    "unlocked": ("backend", "_phase", 2),
+    "settled": ("service", "settle", 1),
+    "proven": ("backend", "_verify", 1),
+}
+
+
+def die(works: Works, node: str, act: str, points: dict[str, tuple[str, str, int]], **options: Any) -> None:
+    """Have the module of each work end after its act, all at once."""
+    share = works.share
+    lines = []
+    for name, after in points.items():
+        work = works.works[name]
+        order = {"act": act, "work": work.declared(), "after": after, "artefact": work.artefact, **options}
+        lines.append(f"(python3 {share}/die.py {share} {shlex.quote(json.dumps(order))}; echo {name} $?) &")
+    told = works.sh(node, " ".join([*lines, "wait"]))
+    ended = dict(line.split() for line in told.splitlines())
+    assert ended == dict.fromkeys(points, "137"), told
+
+
+def test_a_capture_that_ends_after_any_act_is_taken_up_again(works: Works) -> None:
+    rows = [Work(name, gpu=number % GPUS) for number, name in enumerate(CAPTURE)]
+    works.start(*rows)
+    die(works, HOME, "capture", CAPTURE, store="/var/lib/gpufleet/store")
+    told = works.move(*rows, to=[FIRST, SECOND])
+    after = works.look()
+    for work in rows:
+        assert told[work.name]["how"] == "moved", told[work.name]
+        works.assert_runs(work, told[work.name]["to"], after)
+    assert works.left_behind(HOME) == ""
+
+
+def test_an_end_or_a_restore_that_ends_after_any_act_is_taken_up_again(works: Works) -> None:
+    """For some, the end at the source is cut off; for others, which were given to the second machine, the restore."""
+    rows = [Work(name, gpu=number % GPUS) for number, name in enumerate([*COMMIT, *RESTORE])]
+    ending, coming = rows[: len(COMMIT)], rows[len(COMMIT) :]
+    store = {"store": str(works.share / "store")}
+    works.start(*rows)
+    works.checkpoint("captured", rows, **store)
+    works.restore("prepared", ending, FIRST, **store)
+    works.restore("prepared", coming, SECOND, **store)
+    works.checkpoint("committed", coming, target=SECOND, **store)
+    die(works, HOME, "commit", COMMIT, target=FIRST, **store)
+    die(works, SECOND, "restore", RESTORE, **store)
+    told = works.move(*rows, to=[FIRST, SECOND], shared=True, **store)
+    after = works.look()
+    for work in rows:
+        to = FIRST if work in ending else SECOND
+        assert (told[work.name]["how"], told[work.name]["to"]) == ("moved", to), told[work.name]
+        works.assert_runs(work, to, after)
+    for node in (HOME, SECOND):
+        assert works.left_behind(node) == ""
+
+
+SSH = """#!/bin/bash
+# ssh, until the command whose turn it is: then whoever conducts is killed, after it or while it goes on.
+read -r controller at how <{place}/order
+count=$(($(cat {place}/count) + 1))
+echo $count >{place}/count
+[ $count -eq $at ] || exec ssh "$@"
+cat >{place}/input
+exec 3<{place}/input
+if [ $how = after ]; then ssh "$@" <&3 >/dev/null 2>&1; else setsid -f ssh "$@" <&3 >/dev/null 2>&1; fi
+kill -KILL $controller
+kill -KILL -- -$(($(ps -o pgid= $$)))
+"""
+
+
+def test_the_controller_may_be_killed_in_any_call(works: Works, tmp_path: Path) -> None:
+    """Again and again: the first run in its first call to a machine, the next in its second, until one comes to an end.
+    By turns the call is over by then, or goes on without anybody who waits for it."""
+    work = Work("work", pair=True)
+    works.start(work)
+    program = tmp_path / "ssh"
+    program.write_text(SSH.format(place=tmp_path))
+    program.chmod(0o755)
+    given = {"workloads": [work.declared()], "candidates": [FIRST], **QUICK, "settle": 1}
+    argv = works.nodes[HOME].argv("workload_move", given)
+    calls = 0
+    while True:
+        calls += 1
+        (tmp_path / "count").write_text("0\n")
+        how = "after" if calls % 2 else "during"
+        begin = f'echo $$ {calls} {how} >{tmp_path}/order; exec "$@"'
+        done = subprocess.run(
+            ["bash", "-c", begin, "-", *argv, "-e", f"ansible_ssh_executable={program}"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=works.fleet.environment(), timeout=300, start_new_session=True, check=False,
+        )  # fmt: skip
+        if done.returncode != -signal.SIGKILL:
+            break
+    assert done.returncode == 0, done.stdout
+    assert calls > 10
+    works.assert_runs(work, FIRST, works.look())
+    for node in (HOME, FIRST):
+        assert works.left_behind(node) == ""
+
+
+def test_a_source_that_loses_power_while_its_work_stands_still(works: Works) -> None:
+    """What was saved by then goes on elsewhere; what was not, starts again from its own state."""
+    saved, unsaved = Work("saved"), Work("unsaved", gpu=1)
+    works.start(saved, unsaved)
+    works.checkpoint("captured", [saved])
+    die(works, HOME, "capture", {"unsaved": CAPTURE["dump"]}, store="/var/lib/gpufleet/store")
+    works.fleet.lab("kill", HOME)
+    works.fleet.lab("start", HOME)
+    works.prepare(HOME)
+    told = works.move(saved, unsaved)
+    after = works.look()
+    assert (told["saved"]["how"], told["saved"]["to"]) == ("moved", FIRST), told
+    assert (told["unsaved"]["how"], told["unsaved"]["reasons"][0]["reason"]) == ("cold_start", "lost_source"), told
+    works.assert_runs(saved, FIRST, after)
+    works.assert_runs(unsaved, HOME, after, whole=False)
+
+
+def test_a_target_that_vanishes_while_work_comes_back(works: Works) -> None:
+    """Nobody else may have the work, as it could run there. Once it is back, the next run finishes."""
+    work = Work("work")
+    works.start(work)
+    works.trouble(FIRST, criu=[f"{work.pids[0]} slow"])
+    given = {"workloads": [work.declared()], "candidates": [FIRST, SECOND], **QUICK, "patience": 3}
+    moving = works.nodes[HOME].begin("workload_move", **given)
+    works.sh(
+        FIRST, "timeout 120 sh -c 'until grep -qs starting /var/lib/gpufleet/restores/work.json; do sleep 0.1; done'"
+    )
+    works.fleet.lab("kill", FIRST)
+    told, dummy = moving.communicate(timeout=300)
+    assert moving.returncode != 0 and "work may run on gpu-2" in told, told
+    active = [node for node in (HOME, SECOND) if works.look_at(node).get("work", {}).get("active")]
+    assert active == []
+    works.fleet.lab("start", FIRST)
+    works.prepare(FIRST)
+    again = works.move(work, to=[FIRST, SECOND])["work"]
+    assert (again["how"], again["to"]) == ("moved", FIRST), again
+    works.assert_runs(work, FIRST, works.look())
+
+
+def test_of_two_who_move_the_same_work_one_does(works: Works) -> None:
+    work = Work("work")
+    works.start(work)
+    begun = [
+        works.nodes[HOME].begin("workload_move", workloads=[work.declared()], candidates=[to], **QUICK)
+        for to in (FIRST, SECOND)
+    ]
+    told = [one.communicate(timeout=300)[0] for one in begun]
+    deadline = time.monotonic() + 30
+    while len(active := [node for node, seen in works.look().items() if seen.get("work", {}).get("active")]) != 1:
+        assert time.monotonic() < deadline, (active, told)
+    assert active[0] in (FIRST, SECOND), told
+    works.assert_runs(work, active[0], works.look())

@@ -1,0 +1,173 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""What goes wrong in a move, one kind for each of many workloads that move at the same time, and the ending of each.
+
+CRIU, systemd, SSH and the processes are real; the driver is the stand-in. Where a kind is a failure of CRIU itself, a
+wrapper around it fails in its place. README.md beside this file says which test proves which row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from works import FIRST, GPUS, HOME, SECOND, Work, Works
+
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility
+
+# what is wrong: the driver's knob, of which process, CRIU's fault; the first reason that is told, and the ending
+AT_THE_SOURCE: dict[str, tuple[str, int, str, str, str]] = {
+    "lock-busy": ("cuda_busy.{}=1", 0, "", "lock_timeout", "stayed"),
+    "lock-error": ("cuda_error.cuCheckpointProcessLock.{}=304", 0, "", "checkpoint_failed", "stayed"),
+    "lock-lie": ("cuda_lie.cuCheckpointProcessLock.{}=1", 0, "", "checkpoint_failed", "stayed"),
+    "lock-second": ("cuda_error.cuCheckpointProcessLock.{}=304", 1, "", "checkpoint_failed", "stayed"),
+    "save-error": ("cuda_error.cuCheckpointProcessCheckpoint.{}=304", 0, "", "checkpoint_failed", "stayed"),
+    "save-unknown": (
+        "cuda_error.cuCheckpointProcessCheckpoint.{}=801", 0, "", "unsupported_feature:checkpoint", "stayed",
+    ),
+    "save-lie": ("cuda_lie.cuCheckpointProcessCheckpoint.{}=1", 0, "", "checkpoint_failed", "stayed"),
+    "save-second": ("cuda_error.cuCheckpointProcessCheckpoint.{}=304", 1, "", "checkpoint_failed", "stayed"),
+    "save-fatal": ("cuda_fatal.cuCheckpointProcessCheckpoint.{}=304", 0, "", "checkpoint_failed", "cold_start"),
+    "dump-error": ("", 0, "fail", "dump_failed", "stayed"),
+    "dump-empty": ("", 0, "empty", "dump_failed", "stayed"),
+    "dump-short": ("", 0, "short", "dump_failed", "stayed"),
+    "dump-running": ("", 0, "running", "dump_failed", "stayed"),
+}  # fmt: skip
+
+
+def test_what_goes_wrong_where_work_is_saved(works: Works) -> None:
+    """One of each kind on one machine, with one of two processes that moves among them."""
+    rows = {name: Work(name, pair=name.endswith("-second")) for name in AT_THE_SOURCE}
+    moves = Work("moves", gpu=1, pair=True)
+    restless = Work("restless", exec_before="(while :; do sleep 0.002; done) &")
+    missing = Work("missing", extra={"save": {"paths": ["/nonexistent"]}})
+    endings = {name: ({reason}, how) for name, (*dummy, reason, how) in AT_THE_SOURCE.items()}
+    endings["restless"] = ({"unsupported_feature:unsteady", "dump_failed"}, "stayed")
+    endings["missing"] = ({"dump_failed"}, "stayed")
+    everybody = [*rows.values(), moves, restless, missing]
+    works.start(*everybody)
+    knobs = [knob.format(rows[name].pids[which]) for name, (knob, which, *dummy) in AT_THE_SOURCE.items() if knob]
+    faults = [f"{rows[name].pids[0]} {fault}" for name, (*dummy, fault, reason, how) in AT_THE_SOURCE.items() if fault]
+    works.trouble(HOME, knobs, faults)
+    told = works.move(*everybody)
+    after = works.look()
+    assert (told["moves"]["how"], told["moves"]["to"]) == ("moved", FIRST), told["moves"]
+    for name, (reasons, how) in endings.items():
+        assert told[name]["how"] == how and told[name]["reasons"][0]["reason"] in reasons, told[name]
+        works.assert_runs(works.works[name], HOME, after, whole=name != "save-fatal")
+    works.assert_runs(moves, FIRST, after)
+    for node in (HOME, FIRST):
+        assert works.left_behind(node) == ""
+
+
+AT_THE_TARGET: dict[str, tuple[str, str, str, str]] = {
+    "no-memory": ("cuda_fatal.cuCheckpointProcessRestore.{}=2", "", "insufficient_gpu_memory", SECOND),
+    "back-error": ("cuda_error.cuCheckpointProcessRestore.{}=304", "", "cuda_restore_failed", SECOND),
+    "back-lie": ("cuda_lie.cuCheckpointProcessRestore.{}=1", "", "verify_failed", HOME),
+    "unlock-lie": ("cuda_lie.cuCheckpointProcessUnlock.{}=1", "", "cuda_restore_failed", HOME),
+    "criu-error": ("", "fail", "restore_failed", SECOND),
+    "pid-taken": ("", "occupy", "restore_failed", SECOND),
+    "dies-soon": ("", "die", "verify_failed", HOME),
+    "stands": ("", "", "verify_failed", HOME),
+}
+
+
+def test_what_goes_wrong_where_work_comes_back(works: Works) -> None:
+    """One of each kind, on a GPU each, on the first candidate. What did not run there moves on to the second; what did,
+    so that another restore would do its steps twice, starts again at home from its own state."""
+    stuck = {"save": {"progress": ["echo", "5"]}}
+    rows = {
+        name: Work(name, gpu=gpu, extra=stuck if name == "stands" else {}) for gpu, name in enumerate(AT_THE_TARGET)
+    }
+    works.start(*(work for name, work in rows.items() if name != "pid-taken"))
+    works.sh(HOME, "echo 30000 >/proc/sys/kernel/ns_last_pid")  # so that no other's id is taken with it
+    works.start(rows["pid-taken"])
+    knobs = [knob.format(rows[name].pids[0]) for name, (knob, *dummy) in AT_THE_TARGET.items() if knob]
+    faults = [f"{rows[name].pids[0]} {fault}" for name, (dummy, fault, *rest) in AT_THE_TARGET.items() if fault]
+    works.trouble(FIRST, knobs, faults)
+    told = works.move(*rows.values(), to=[FIRST, SECOND])
+    after = works.look()
+    for name, (*dummy, reason, node) in AT_THE_TARGET.items():
+        assert told[name]["how"] == ("cold_start" if node == HOME else "moved"), told[name]
+        assert told[name]["to"] == (None if node == HOME else node), told[name]
+        assert told[name]["reasons"][0]["reason"] == reason, told[name]
+        works.assert_runs(rows[name], node, after, whole=node != HOME)
+    assert works.left_behind(FIRST) == ""
+
+
+def flip(save: Path) -> None:
+    pages = save / "images/pages-1.img"
+    data = bytearray(pages.read_bytes())
+    data[len(data) // 2] ^= 1
+    pages.write_bytes(data)
+
+
+def cut(save: Path) -> None:
+    pages = save / "images/pages-1.img"
+    pages.write_bytes(pages.read_bytes()[:-1])
+
+
+def change_key(field: str) -> Callable[[Path], None]:
+    def change(save: Path) -> None:
+        manifest = json.loads((save / "manifest.json").read_text())
+        manifest["key"][field] = {"gpu_memory": 1 << 50, "cpu_features": ["made_up"]}.get(field, "on")
+        (save / "manifest.json").write_text(json.dumps(manifest))
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped": (flip, "hash_mismatch"),
+    "cut": (cut, "hash_mismatch"),
+    "absent": (lambda save: next((save / "images").glob("core-*.img")).unlink(), "hash_mismatch"),
+    "more": (lambda save: (save / "images/more.img").touch(), "hash_mismatch"),
+    **{
+        f"key-{field.name.replace('_', '-')}": (change_key(field.name), f"key_mismatch:{field.name}")
+        for field in compatibility.FIELDS
+        if field.scope == compatibility.NODE
+    },
+}
+
+
+def test_a_save_that_is_not_what_it_was_is_not_restored(works: Works) -> None:
+    """Between the save and the look at it on the target, all is changed that can be; the work goes on at home."""
+    rows = {name: Work(name, gpu=number % GPUS) for number, name in enumerate(DAMAGE)}
+    works.start(*rows.values())
+    store = {"store": str(works.share / "damage")}
+    saved = works.checkpoint("captured", rows.values(), **store)
+    for name, (damage, dummy) in DAMAGE.items():
+        damage(Path(store["store"], saved[name]["artefact"]))
+    before = works.look()
+    told = works.move(*rows.values(), shared=True, **store)
+    after = works.look()
+    for name, (dummy, reason) in DAMAGE.items():
+        assert (told[name]["how"], told[name]["reasons"][0]["reason"]) == ("stayed", reason), told[name]
+        assert before[HOME][name]["steps"], name
+        works.assert_runs(rows[name], HOME, after)
+    assert not list(Path(store["store"]).glob("*")), "saves of work that runs are of no use"
+
+
+def test_a_disk_that_fills_while_work_is_saved(works: Works) -> None:
+    """The room was there when it was looked for."""
+    work = Work("work")
+    works.start(work)
+    works.trouble(HOME, criu=[f"{work.pids[0]} fill"])
+    works.sh(HOME, "mkdir -p /var/lib/gpufleet/store && mount -t tmpfs -o size=80M none /var/lib/gpufleet/store")
+    told = works.move(work)["work"]
+    after = works.look()
+    assert told["how"] == "stayed" and told["reasons"][0]["reason"] in ("dump_failed", "publish_failed"), told
+    works.assert_runs(work, HOME, after)
+    works.sh(HOME, "umount /var/lib/gpufleet/store; : >/run/criu-faults")
+    assert works.move(work)["work"]["to"] == FIRST
+
+
+def test_a_target_whose_disk_is_full(works: Works) -> None:
+    work = Work("work")
+    works.start(work)
+    works.sh(FIRST, "mkdir -p /var/lib/gpufleet/store && mount -t tmpfs -o size=4M none /var/lib/gpufleet/store")
+    told = works.move(work, to=[FIRST, SECOND])["work"]
+    assert (told["how"], told["to"], told["reasons"][0]["reason"]) == ("moved", SECOND, "publish_failed"), told
+    works.assert_runs(work, SECOND, works.look())
