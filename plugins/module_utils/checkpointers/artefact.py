@@ -14,11 +14,13 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +33,12 @@ MANIFEST = "manifest.json"
 STAGED = ".stage-"
 LEFTOVER_SECONDS = 86400.0
 _READ = 1 << 20
+_GLANCE = 0.01
+"""Seconds between two looks at files that grow."""
+_SYNCS = 8
+"""Files whose way to the disk is waited for at the same time, so that one journal commit serves many."""
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+_LIBC = ctypes.CDLL(None)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 
 
@@ -86,13 +94,60 @@ def hash_piece(path: Path, index: int) -> str:
     return digest.hexdigest()
 
 
-def hash_files(root: Path, paths: Iterable[str], workers: int = 0) -> list[File]:
-    """Hash files below ``root``, ``workers`` pieces at a time (0: one a core); hashlib works outside Python's lock."""
+class Ahead:
+    """Hashes the pieces that files have already, and has them written to disk, while they still grow at their ends.
+
+    A piece that is changed after it was hashed is found wrong by whoever compares it: nothing is trusted for it.
+    """
+
+    def __init__(self, root: Path, pattern: str) -> None:
+        self._root, self._pattern = root, pattern
+        self._pieces: dict[str, list[str]] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._done.wait(_GLANCE):
+            with contextlib.suppress(OSError):  # whoever publishes reads it again and says what is wrong
+                for path in sorted(self._root.glob(self._pattern)):
+                    self._take(path)
+
+    def _take(self, path: Path) -> None:
+        pieces = self._pieces.setdefault(str(path.relative_to(self._root)), [])
+        while not self._done.is_set() and path.stat().st_size >= (len(pieces) + 1) * PIECE:
+            start_writing(path, len(pieces) * PIECE, PIECE)
+            pieces.append(hash_piece(path, len(pieces)))
+
+    def end(self) -> dict[str, list[str]]:
+        """The hashes of the first pieces of each file, by its path."""
+        self._done.set()
+        self._thread.join()
+        return self._pieces
+
+
+def start_writing(path: Path, offset: int, length: int) -> None:
+    """Have the kernel begin to write a part of a file to disk (sync_file_range(2)); nothing waits for it."""
+    call = getattr(_LIBC, "sync_file_range", None)
+    if call is None:
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        call(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(_WRITE))
+    finally:
+        os.close(descriptor)
+
+
+def hash_files(
+    root: Path, paths: Iterable[str], workers: int = 0, known: Mapping[str, Sequence[str]] | None = None
+) -> list[File]:
+    """Hash files below ``root``, ``workers`` pieces at a time (0: one a core); hashlib works outside Python's lock.
+    ``known`` are the hashes of the first pieces of some, and need not be had again."""
     sizes = {path: (root / path).stat().st_size for path in paths}
-    jobs = [(path, index) for path, size in sizes.items() for index in range(piece_count(size))]
+    pieces = {path: list((known or {}).get(path, ()))[: size // PIECE] for path, size in sizes.items()}
+    jobs = [(path, index) for path, size in sizes.items() for index in range(len(pieces[path]), piece_count(size))]
     with ThreadPoolExecutor(max_workers=workers or len(os.sched_getaffinity(0))) as pool:
         digests = list(pool.map(lambda job: hash_piece(root / job[0], job[1]), jobs))
-    pieces: dict[str, list[str]] = {path: [] for path in sizes}
     for (path, dummy), digest in zip(jobs, digests):
         pieces[path].append(digest)
     return [File(path, size, tuple(pieces[path])) for path, size in sizes.items()]
@@ -131,9 +186,15 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def publish(staged: Path, artefact: str, manifest: Mapping[str, Any], workers: int = 0) -> dict[str, Any]:
+def publish(
+    staged: Path,
+    artefact: str,
+    manifest: Mapping[str, Any],
+    workers: int = 0,
+    known: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Any]:
     """Make a staged directory the artefact: private modes, hashes, everything on disk, manifest, and only then its
-    name. The manifest as it was read back.
+    name. The manifest as it was read back. ``known`` is what :class:`Ahead` had hashed.
 
     :raises ArtefactError: if the name is taken or the disk does not take it; the staged directory is left.
     """
@@ -145,9 +206,11 @@ def publish(staged: Path, artefact: str, manifest: Mapping[str, Any], workers: i
             for name in names:
                 Path(folder, name).chmod(0o600)
         # writing out is waiting and hashing is computing: both at once
-        with ThreadPoolExecutor(max_workers=2) as pool:
+        for path in paths:
+            start_writing(staged / path, 0, 0)
+        with ThreadPoolExecutor(max_workers=_SYNCS) as pool:
             synced = [pool.submit(_sync, staged / path) for path in paths]
-            files = hash_files(staged, paths, workers)
+            files = hash_files(staged, paths, workers, known)
             for one in synced:
                 one.result()
         whole = {

@@ -341,12 +341,14 @@ class Source(Common):
             record["plain"] = str(seal.plain(record["artefact"]))
         suspend.write_record(path, record)
         timings: dict[str, float] = {}
+        ahead: artefact.Ahead | None = None
         try:
             service.guard()
             self._arm(service, path, 2 * self._limits.by_size(size) + self._limits.freeze)
             mark = time.monotonic()
             staged = artefact.stage(self._store, record["artefact"])
             plain = seal.fresh(record["artefact"]) if seal else staged
+            known = ahead = artefact.Ahead(staged, "images/pages-*.img")
             for step, act in (
                 ("quiesce", lambda: self._quiesce(work, path, record)),
                 ("lock", lambda: self._lock(work, list(cuda))),
@@ -354,13 +356,15 @@ class Source(Common):
                 ("dump", lambda: self._dump(work, service, int(shown["MainPID"]), processes, plain, size)),
                 ("files", lambda: self._carry(work, plain)),
                 ("seal", lambda: self._close(work, seal, plain, staged, size)),
-                ("publish", lambda: self._publish(work, service, record, processes, staged, key, timings)),
+                ("publish", lambda: self._publish(work, service, record, processes, staged, key, timings, known.end())),
             ):
                 act()
                 timings[step] = round(time.monotonic() - mark, 3)
                 mark = time.monotonic()
             self._arm(service, path, self._limits.freeze)
         except BaseException as exc:
+            if ahead:
+                ahead.end()
             source = self._undo(path, record)
             if isinstance(exc, CheckpointError):
                 raise CheckpointError(replace(exc.reason, source=source)) from exc
@@ -504,6 +508,7 @@ class Source(Common):
         staged: Path,
         key: Mapping[str, Any],
         timings: Mapping[str, float],
+        known: Mapping[str, Sequence[str]],
     ) -> None:
         paths = [str(path) for path in work.save.get("paths") or ()]
         report = self._observe()
@@ -549,6 +554,7 @@ class Source(Common):
                 "libraries": [{"path": path, "size": size} for path, size in sorted(libraries.items())],
                 "timings": dict(timings),
             },
+            known=known,
         )
         record["bytes"] = manifest["total"]
 

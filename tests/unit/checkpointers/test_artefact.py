@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,41 @@ def test_a_link_is_no_part_of_an_artefact(tmp_path: Path) -> None:
     (staged / "shadow").symlink_to("/etc/shadow")
     with pytest.raises(ArtefactError, match="not a regular file"):
         artefact.publish(staged, ID, {})
+
+
+def test_what_was_hashed_while_it_grew_is_hashed_right(tmp_path: Path) -> None:
+    """Of one file that grew, one that shrank afterwards, and one that nobody followed."""
+    staged = artefact.stage(tmp_path, "save")
+    contents = {name: os.urandom(2 * artefact.PIECE + 5) for name in ("pages-1.img", "pages-2.img", "other.img")}
+    ahead = artefact.Ahead(staged, "pages-*.img")
+    for name, data in contents.items():
+        with (staged / name).open("wb") as stream:
+            for offset in range(0, len(data), 1 << 20):
+                stream.write(data[offset : offset + (1 << 20)])
+                stream.flush()
+    deadline = time.monotonic() + 30
+    while [len(pieces) for pieces in ahead._pieces.values()] != [2, 2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    known = ahead.end()
+    os.truncate(staged / "pages-2.img", artefact.PIECE + 1)
+    manifest = artefact.publish(staged, "save", {}, known=known)
+    assert {file["path"]: len(file["pieces"]) for file in manifest["files"]} == {
+        "pages-1.img": 3,
+        "pages-2.img": 2,
+        "other.img": 3,
+    }
+    assert artefact.verify(tmp_path, "save") == []
+
+
+def test_a_piece_that_changes_after_it_was_hashed_is_found(tmp_path: Path) -> None:
+    staged = artefact.stage(tmp_path, "save")
+    (staged / "pages-1.img").write_bytes(bytes(artefact.PIECE))
+    ahead = artefact.Ahead(staged, "pages-*.img")
+    deadline = time.monotonic() + 30
+    while not ahead._pieces.get("pages-1.img"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (staged / "pages-1.img").write_bytes(b"x" * artefact.PIECE)
+    artefact.publish(staged, "save", {}, known=ahead.end())
+    assert "pages-1.img" in artefact.verify(tmp_path, "save")[0]
