@@ -16,6 +16,7 @@ class FilterModule:
             "grouped": account.grouped,
             "reasons": account.reasons,
             "next_steps": account.next_steps,
+            "moves": account.moves,
             "upgrade_lines": account.upgrade_lines,
             "return_lines": account.return_lines,
             "work_lines": account.work_lines,

@@ -126,7 +126,7 @@ def upgrade_lines(
     only_canary: bool = False,
 ) -> list[dict[str, Any]]:
     """What became of every node of an upgrade: ``name``, ``batch``, driver ``before`` and ``after`` (``?`` if nobody
-    knows), ``outcome``, ``reason``, ``next``, and the ``journal`` of its run.
+    knows), ``outcome``, ``reason``, ``next``, the ``journal`` of its run, and the ``moves`` of its work.
 
     :param nodes: what was found of each before (``gpu_node``)
     :param hostvars: by node, with ``gpu_outcome`` and ``gpu_gate`` where there are any
@@ -189,7 +189,50 @@ def _told(line: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     for register in ("__uncordon_closed", "__quarantine_journal"):
         journal = journal or (known.get(register) or {}).get("journal") or {}
     kept = {key: journal[key] for key in ("run", "steps", "outcome") if key in journal}
-    return {**line, "outcome": line["outcome"].replace("_", " "), "journal": kept}
+    moved: list[Mapping[str, Any]] = []
+    for register in ("__evacuate_guests", "__evacuate_moved"):
+        moved += (known.get(register) or {}).get("workloads") or ()
+    return {**line, "outcome": line["outcome"].replace("_", " "), "journal": kept, "moves": moved}
+
+
+_ENDED = {
+    "moved": "moved",
+    "saved": "has saved itself",
+    "stayed": "not saved",
+    "cold_start": "started again from its own state",
+    "unknown": "may run there: the node did not answer",
+    "lost": "neither runs nor is saved",
+}
+
+
+def moves(nodes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What became of work that was to be saved or moved (``moves`` of each line of :func:`upgrade_lines`, as module
+    ``workload_move`` tells them): ``workload``, ``origin``, ``to``, ``ending``, ``still`` (how long it stood still),
+    ``size``, ``reason``, and all of it as ``text``. Work that was not running is left out."""
+    out = []
+    for node in nodes:
+        for work in node.get("moves", ()):
+            if work["how"] not in _ENDED:
+                continue
+            moved = work["how"] == "moved"
+            last = work["reasons"][-1] if work["reasons"] and not moved else {}
+            row = {
+                "workload": work["workload"],
+                "origin": node["name"],
+                "to": work["to"] or "",
+                "ending": _ENDED[work["how"]],
+                "still": lasted(work["seconds"]) if moved else "",
+                "size": f"{work['bytes'] / 2**20:.0f} MiB" if work["bytes"] else "",
+                "reason": f"{last['reason']}: {last.get('observed', '')}" if last else "",
+            }
+            steps = work.get("progress") or ()
+            went_on = f"went on from {steps[0]:g}, now {steps[-1]:g}" if moved and steps else ""
+            about = [f"stood still for {row['still']}" if moved else "", row["size"], went_on]
+            where = f"{row['origin']} to {row['to']}" if row["to"] else row["origin"]
+            text = f"{row['workload']} ({where}): {row['ending']}"
+            text += "".join(f", {one}" for one in about if one) + (f"; {row['reason']}" if row["reason"] else "")
+            out.append({**row, "text": text})
+    return out
 
 
 def work_lines(nodes: Iterable[Mapping[str, Any]]) -> list[str]:

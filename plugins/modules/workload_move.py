@@ -165,6 +165,12 @@ workloads:
       description: For which it stood still.
       type: float
       returned: always
+    progress:
+      description:
+        - What its C(save.progress) printed before it was saved and at each look since it came back; empty without one.
+      type: list
+      elements: float
+      returned: always
 moved:
   description: Name of each workload that moved, with the node it runs on.
   type: dict

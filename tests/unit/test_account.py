@@ -339,3 +339,35 @@ def test_a_line_has_the_journal_of_its_run_and_nothing_else_of_it() -> None:
     for known in ({"__uncordon_closed": {"journal": journal}}, {"__quarantine_journal": {"journal": journal}}):
         (line,) = account.upgrade_lines([found("g1")], {"g1": known}, PLAN, "2")
         assert line["journal"] == kept
+
+
+MOVED = {"workload": "trainer", "how": "moved", "to": "g4", "reasons": [], "bytes": 13 << 20, "seconds": 4.4}
+REASON = {"reason": "lock_timeout", "observed": "PID 7: no answer"}
+
+
+@pytest.mark.parametrize(
+    ("work", "text"),
+    [
+        (
+            {**MOVED, "progress": [120.0, 121.0, 131.0]},
+            "trainer (g1 to g4): moved, stood still for 4 s, 13 MiB, went on from 120, now 131",
+        ),
+        (MOVED, "trainer (g1 to g4): moved, stood still for 4 s, 13 MiB"),
+        (
+            {**MOVED, "how": "stayed", "to": None, "reasons": [REASON], "bytes": 0},
+            "trainer (g1): not saved; lock_timeout: PID 7: no answer",
+        ),
+        ({**MOVED, "how": "saved", "to": None, "bytes": 1 << 20}, "trainer (g1): has saved itself, 1 MiB"),
+        ({**MOVED, "how": "absent", "to": None}, None),
+    ],
+)
+def test_what_became_of_work_that_was_to_move(work: dict[str, Any], text: str | None) -> None:
+    hostvars: dict[str, Any] = {"g1": {"__evacuate_moved": {"workloads": [work]}}, "g2": {"__evacuate_moved": {}}}
+    lines = account.upgrade_lines([found("g1"), found("g2")], hostvars, PLAN, "2")
+    assert [row["text"] for row in account.moves(lines)] == ([text] if text else [])
+
+
+def test_work_that_goes_home_is_told_of_the_node_it_leaves() -> None:
+    hostvars = {"g1": {"__evacuate_guests": {"workloads": [{**MOVED, "to": "g0"}]}}}
+    (row,) = account.moves(account.upgrade_lines([found("g1")], hostvars, PLAN, "2"))
+    assert (row["origin"], row["to"], row["still"]) == ("g1", "g0", "4 s")

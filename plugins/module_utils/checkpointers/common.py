@@ -329,11 +329,19 @@ class Common:
                 raise wrong(short(done), "its own probe succeeds", " ".join(work.ready))
         if not work.save.get("progress"):
             return []
-        done = self._run(work.save["progress"], timeout=30)
+        number = self._number(work)
+        if number is None:
+            raise wrong("its progress command printed no number", "a number", " ".join(work.save["progress"]))
+        return [number]
+
+    def _number(self, work: Work) -> float | None:
+        """What the work's progress command prints last, if there is one and that is a number."""
+        if not work.save.get("progress"):
+            return None
         try:
-            return [float(done.stdout.split()[-1])]
+            return float(self._run(work.save["progress"], timeout=30).stdout.split()[-1])
         except (ValueError, IndexError):
-            raise wrong(f"{short(done)} printed no number", "a number", " ".join(work.save["progress"])) from None
+            return None
 
 
 def short(done: Completed) -> str:

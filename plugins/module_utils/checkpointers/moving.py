@@ -54,6 +54,8 @@ class Outcome:
     bytes: int = 0
     seconds: float = 0.0
     """For which it stood still."""
+    progress: list[float] = field(default_factory=list)
+    """The number that grows, if one is declared: before it was saved, and at each look since it came back."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -205,6 +207,7 @@ class Move:
                 continue
             job.artefact, job.source, job.target = told["artefact"], told["source"], told.get("target")
             job.outcome.bytes, job.began = told["bytes"], self._now() - told["seconds"]
+            job.outcome.progress = list(told.get("evidence", {}).get("progress", ()))
             if job.source == SOURCE_RUNNING:
                 job.outcome.how, job.over = SAVED, True
                 self._say(f"{job.name}: has saved itself ({told['evidence'].get('path')})")
@@ -284,7 +287,9 @@ class Move:
         for job, told in results:
             if told["ok"]:
                 job.outcome.how, job.outcome.to, job.over = MOVED, target, True
-                awake = float(told.get("evidence", {}).get("awake", 0))
+                proof = told.get("evidence", {})
+                awake = float(proof.get("awake", 0))
+                job.outcome.progress += proof.get("progress", ())
                 job.outcome.seconds = round(self._now() - job.began - awake, 1) if job.began else 0.0
                 self._say(f"{job.name}: runs on {target}, stood still for {job.outcome.seconds:.0f} s")
                 continue
@@ -388,6 +393,8 @@ class Move:
                     started = self._ask(home, "workload_restore", "home", [job], self._terms.restore)[0][1]
                 if started["ok"]:
                     job.outcome.how, job.outcome.to = MOVED, home
+                    job.outcome.bytes = told.get("bytes", 0)
+                    job.outcome.progress = list(started.get("evidence", {}).get("progress", ()))
                     job.outcome.seconds = round(self._now() - began, 1)
                     self._ask(home, "workload_restore", "discarded", [job], {})
                     self._ask(self._home, "workload_checkpoint", "discarded", [job], {})

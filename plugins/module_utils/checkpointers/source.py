@@ -303,7 +303,11 @@ class Source(Common):
             seconds=record.get("seconds", 0.0),
             frozen_since=record.get("at"),
             changed=changed,
-            evidence={"timings": record.get("timings", {}), "pids": [one["pid"] for one in record["members"]]},
+            evidence={
+                "timings": record.get("timings", {}),
+                "pids": [one["pid"] for one in record["members"]],
+                "progress": record.get("progress", []),
+            },
         )
 
     def _arm(self, service: Service, path: Path, seconds: float) -> None:
@@ -339,6 +343,8 @@ class Source(Common):
         seal = self._seal(work)
         if seal:
             record["plain"] = str(seal.plain(record["artefact"]))
+        number = self._number(work)
+        record["progress"] = [] if number is None else [number]
         suspend.write_record(path, record)
         timings: dict[str, float] = {}
         ahead: artefact.Ahead | None = None
