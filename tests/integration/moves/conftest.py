@@ -44,6 +44,5 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.fixture
 def works(lab: Fleet) -> Iterator[Works]:
     yield Works(lab)
-    for name in lab.names:
-        lab.lab("plug", name)
+    shutil.rmtree(lab.state / "host_vars", ignore_errors=True)
     lab.lab("reset")
