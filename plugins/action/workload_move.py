@@ -107,7 +107,7 @@ def judged(outcomes: list[moving.Outcome], unsaved: str) -> dict[str, Any]:
         "workloads": [one.as_dict() for one in outcomes],
         "moved": {one.workload: one.to for one in outcomes if one.how == moving.MOVED},
     }
-    said = [f"{one.workload} may run on {one.to}: {_last(one)}" for one in unknown]
+    said = [f"{one.workload} may run on {one.to or 'another node'}: {_last(one)}" for one in unknown]
     said += [f"{one.workload} is neither running nor saved: {_last(one)}" for one in lost if one not in unknown]
     said += [f"{one.workload} is not saved: {_last(one)}" for one in refused if one not in lost]
     return {**result, "failed": True, "msg": "; ".join(said)} if said else result

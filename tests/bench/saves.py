@@ -28,7 +28,16 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
 
 SIZE = 1 << 30
-CRIU = os.environ.get("GPUFLEET_CRIU", "criu")
+
+
+def _criu() -> str:
+    """The one named, or that of the labs."""
+    built = Path(__file__).parents[1] / "lab/criu/build"
+    done = subprocess.run([built], stdout=subprocess.PIPE, text=True, check=False)
+    return f"{done.stdout.strip()}/layer/usr/local/sbin/criu" if done.returncode == 0 else "criu"
+
+
+CRIU = os.environ.get("GPUFLEET_CRIU") or _criu()
 SOURCES = Path(__file__).parents[1] / "lab/standin/userland"
 VERSION = "535.183.01"
 GROUP = "gpufleet-bench"

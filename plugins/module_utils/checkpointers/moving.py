@@ -270,7 +270,9 @@ class Move:
                     ended.append(job)
                 else:
                     job.outcome.reasons.append(told["reason"])
-                    job.source, job.over = told["source"], told["source"] == SOURCE_RUNNING
+                    job.source, job.over = told["source"], told["source"] != SOURCE_FROZEN
+                    if job.source == SOURCE_GONE:  # another run has given it to another node
+                        job.outcome.how = UNKNOWN
                     self._say(str(told["msg"]))
         return ended
 

@@ -99,16 +99,15 @@ def test_an_end_or_a_restore_that_ends_after_any_act_is_taken_up_again(works: Wo
 
 
 SSH = """#!/bin/bash
-# ssh, until the command whose turn it is: then whoever conducts is killed, after it or while it goes on.
+# ssh, but in the command whose turn it is, whoever conducts is killed: after it, or a moment after it has begun.
 read -r controller at how <{place}/order
 count=$(($(cat {place}/count) + 1))
 echo $count >{place}/count
+end() {{ kill -KILL $controller; kill -KILL -- -$(($(ps -o pgid= $$))); }}
 [ $count -eq $at ] || exec ssh "$@"
-cat >{place}/input
-exec 3<{place}/input
-if [ $how = after ]; then ssh "$@" <&3 >/dev/null 2>&1; else setsid -f ssh "$@" <&3 >/dev/null 2>&1; fi
-kill -KILL $controller
-kill -KILL -- -$(($(ps -o pgid= $$)))
+if [ $how = during ]; then (sleep 0.4; end) & fi
+ssh "$@"
+end
 """
 
 
