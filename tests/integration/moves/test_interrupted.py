@@ -10,7 +10,6 @@ import json
 import shlex
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -180,16 +179,28 @@ def test_a_target_that_vanishes_while_work_comes_back(works: Works) -> None:
     works.assert_runs(work, FIRST, works.look())
 
 
-def test_of_two_who_move_the_same_work_one_does(works: Works) -> None:
-    work = Work("work")
-    works.start(work)
-    begun = [
-        works.nodes[HOME].begin("workload_move", workloads=[work.declared()], candidates=[to], **QUICK)
-        for to in (FIRST, SECOND)
+def at_once(works: Works, node: str, *orders: dict[str, Any]) -> list[str]:
+    """Exit codes of acts of the same work that begin at the same time."""
+    never = ("suspend", "write_record", 99)
+    lines = [
+        f"(python3 {works.share}/die.py {works.share} {shlex.quote(json.dumps({'after': never, **order}))}; echo $?) &"
+        for order in orders
     ]
-    told = [one.communicate(timeout=300)[0] for one in begun]
-    deadline = time.monotonic() + 30
-    while len(active := [node for node, seen in works.look().items() if seen.get("work", {}).get("active")]) != 1:
-        assert time.monotonic() < deadline, (active, told)
-    assert active[0] in (FIRST, SECOND), told
-    works.assert_runs(work, active[0], works.look())
+    return sorted(works.sh(node, " ".join([*lines, "wait"])).split())
+
+
+def test_of_two_at_once_only_one_has_the_work(works: Works) -> None:
+    """Of two who end it in favour of different machines; and of two who bring it back on the same."""
+    work = Work("work")
+    store = {"store": str(works.share / "race")}
+    works.start(work)
+    works.checkpoint("captured", [work], **store)
+    for node in (FIRST, SECOND):
+        works.restore("prepared", [work], node, **store)
+    about = {"work": work.declared(), "artefact": work.artefact, **store}
+    assert at_once(works, HOME, *({"act": "commit", "target": to, **about} for to in (FIRST, SECOND))) == ["0", "1"]
+    record = json.loads(works.sh(HOME, "cat /var/lib/gpufleet/checkpoints/work.json"))
+    assert at_once(works, record["target"], *({"act": "restore", **about} for dummy in range(2))) == ["0", "0"]
+    told = works.move(work, to=[FIRST, SECOND], shared=True, **store)["work"]
+    assert (told["how"], told["to"]) == ("moved", record["target"]), told
+    works.assert_runs(work, record["target"], works.look())
