@@ -15,8 +15,8 @@ from math import inf
 from ortools.sat.python import cp_model
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.bins import together
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.model import Model
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning.order import together
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.plan import prepare
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Policy
 

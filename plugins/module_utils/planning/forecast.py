@@ -33,8 +33,8 @@ from math import inf
 from typing import Any
 
 from ..fleet import Snapshot
+from .bins import together
 from .model import Model, same_version
-from .order import together
 from .placement import Rooms
 from .plan import Plan, make, prepare
 from .policy import BadPolicy, Policy

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ..fleet import MOVE, PROTECT, RESTART, WAIT, Snapshot, uncollected
 from .model import Item, Model, skip_reason, without
-from .order import arrange
+from .order import Arrangement, arrange, extended, spare
 from .placement import Rooms
 from .policy import BadPolicy, Policy
 from .schedule import BLOCKED, COLD, STAY, Fate, Played
@@ -129,18 +129,55 @@ def make(snapshot: Snapshot, policy: Policy) -> Plan:
 
     :raises BadPolicy: if the policy contradicts itself or the fleet.
     """
+    best = _arranged(snapshot, policy, frozenset())
+    if _loss(best)[:2] > (0, 0.0):
+        best = _with_less(snapshot, policy, best)
+    made = best.arrangement
+    return finished(best.model, policy, made.batches, made.played, made.has_canary, best.blocked)
+
+
+class _Found(NamedTuple):
+    model: Model
+    arrangement: Arrangement
+    blocked: Mapping[str, str]
+
+
+def _loss(found: _Found) -> tuple[int, float, float]:
+    played = found.arrangement.played
+    return len(found.blocked), round(played.lost, 6), played.finish
+
+
+def _with_less(snapshot: Snapshot, policy: Policy, whole: _Found) -> _Found:
+    """The best of ``whole``, found with all nodes, and what is found without empty ones and then with them again."""
+    best: _Found | None = None
+    for absent in reversed(spare(whole.model)):
+        try:
+            found = _arranged(snapshot, policy, absent) if absent else whole
+        except BadPolicy:
+            continue
+        if best is not None:
+            model = prepare(snapshot, policy, best.blocked)
+            more = extended(model, best.arrangement, absent)
+            if more is not None:
+                found = min(found, _Found(model, more, best.blocked), key=_loss)
+        best = found
+    return best or whole
+
+
+def _arranged(snapshot: Snapshot, policy: Policy, absent: frozenset[int]) -> _Found:
+    """The best arrangement as if ``absent`` nodes did not exist, with what cannot be emptied planned around."""
     blocked: dict[str, str] = {}
     while True:
         model = prepare(snapshot, policy, blocked)
-        batches, played, has_canary = arrange(model)
+        made = arrange(model, absent)
         found = {
             model.nodes[node].name: _blocked_reason(model, fate)
-            for fate in played.blocked
-            for node in batches[fate.batch]
+            for fate in made.played.blocked
+            for node in made.batches[fate.batch]
             if node in model.items[fate.item].nodes
         }
         if not found:
-            return finished(model, policy, batches, played, has_canary, blocked)
+            return _Found(model, made, blocked)
         blocked.update(found)
 
 

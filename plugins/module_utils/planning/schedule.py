@@ -121,6 +121,7 @@ class _Walk:
         self.unused = unused
         self.batches = batches
         self.last = len(batches)
+        self.final = max((n for n, batch in enumerate(batches) if not unused.issuperset(batch)), default=-1)
         position = [-2] * len(model.nodes)
         for index in model.upgraded:
             position[index] = -1
@@ -131,8 +132,7 @@ class _Walk:
                 position[index] = number
         self.position = position
         self.rooms = Rooms(model.nodes, model.free, model.classes, position)
-        self.rooms.open(model.upgraded)
-        self.rooms.open(model.kept)
+        self.rooms.open(index for index in (*model.upgraded, *model.kept) if index not in unused)
         self.rooms.open(index for index in model.moving if model.nodes[index].schedulable and index not in unused)
         self.end = [item.end for item in model.items]
         self.where = [item.nodes for item in model.items]
@@ -147,7 +147,7 @@ class _Walk:
         for dummy in batches:
             self.earliest.append(model.policy.opening(start, model.expected)[0])
             start = self.earliest[-1] + model.slot
-        self.kept_classes = frozenset(model.classes.of[index] for index in model.kept)
+        self.kept_classes = frozenset(model.classes.of[index] for index in model.kept if index not in unused)
         self.played = Played()
 
     def run(self) -> Played:
@@ -285,7 +285,7 @@ class _Walk:
     def _best_move(self, index: int, item: Item, number: int, now: float, cold: float) -> float:
         """What a move would lose at best, to the end."""
         pause = item.gpus * item.pause
-        until_last = self._time_until(self.last - 1, number)
+        until_last = self._time_until(self.final, number)
         ends = item.pause + self.end[index] - now <= until_last
         return pause if ends or self._kept(item) else pause + cold
 
@@ -379,7 +379,7 @@ def play(
 ) -> Played:
     """Walk through ``batches`` of node numbers; every item on them gets a fate.
 
-    :param unused: nodes on which nothing is to land.
+    :param unused: empty nodes on which nothing is to land; batches of nothing else come last.
     :param hints: what to do even where something else looks cheaper at that moment: ``move`` an item if it has room,
         ``near`` to a node whose turn is next, or to the nodes given; ``wait`` for it if it ends in time.
     """

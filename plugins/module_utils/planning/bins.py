@@ -1,0 +1,218 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Groups of nodes that share a batch, and batches being filled with them within the policy's limits.
+
+Private to this collection: may change in any release.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Optional
+
+from ..fleet import Demand
+from .model import Model, out_of_service
+from .policy import BadPolicy, batch_limits, most_down
+
+Use = tuple[str, Optional[str]]
+"""What a limit counts: nodes of a domain (its kind and name), ``budget`` or ``gpus`` and the name of either."""
+
+
+class Group:
+    """Nodes that share a batch: a domain that is kept together, or one node. ``uses`` counts against batch limits."""
+
+    def __init__(self, model: Model, nodes: Sequence[int], limits: Mapping[Use, float]) -> None:
+        self.nodes = tuple(nodes)
+        self.items = tuple(model.residents[nodes[0]])
+        if len(nodes) > 1:
+            self.items = tuple(dict.fromkeys(item for node in nodes for item in model.residents[node]))
+        self.gpu_models = {model.nodes[node].gpu_model for node in nodes}
+        self.free = sum(model.nodes[node].free.get("gpu", 0) for node in nodes)
+        self.cost = sum(early_cost(model, item) for item in self.items)
+        self.unfinished = any(model.nodes[node].unfinished for node in nodes)
+        self.uses: dict[Use, int] = {}
+        for node in nodes if limits else ():
+            self._use(("gpus", model.nodes[node].gpu_model), model.nodes[node].gpus, limits)
+            for domain in model.nodes[node].domains.items():
+                self._use(domain, 1, limits)
+        for item in self.items:
+            for name in model.items[item].workload.budgets:
+                self._use(("budget", name), 1, limits)
+
+    def _use(self, use: Use, amount: int, limits: Mapping[Use, float]) -> None:
+        if use in limits:
+            self.uses[use] = self.uses.get(use, 0) + amount
+
+
+def use_limits(model: Model, unused: frozenset[int] = frozenset()) -> dict[Use, float]:
+    """What a batch may use at most.
+
+    GPUs of a model that may be down at once follow from ``max_pending``: what waits already and what free GPUs absorb.
+    """
+    limits: dict[Use, float] = {("budget", name): allowed for name, allowed in model.snapshot.budgets.items()}
+    for kind, most in model.policy.max_per_domain:
+        limits.update(((kind, node.domains[kind]), most) for node in model.nodes if kind in node.domains)
+    for name, bound in model.policy.max_pending:
+        demand = model.snapshot.queue.get(name, Demand())
+        waiting = demand.gpus + demand.arrivals_per_hour * model.slot / 3600
+        free = sum(
+            node.free.get("gpu", 0)
+            for number, node in enumerate(model.nodes)
+            if node.gpu_model == name and node.schedulable and number not in unused
+        )
+        limits["gpus", name] = bound - waiting + free
+    return limits
+
+
+def early_cost(model: Model, index: int) -> float:
+    """What an item loses, in GPU-seconds, if its node's turn comes while it runs."""
+    item = model.items[index]
+    if item.restartable:
+        return item.cold
+    return item.gpus * item.pause if item.movable else item.gpus * 1e6
+
+
+class Bins:
+    """Batches being filled; ``first`` is the canary's batch, which takes nothing else.
+
+    ``total`` is the number of nodes of which a percentage in the policy is taken.
+    """
+
+    def __init__(self, model: Model, first: Sequence[Group], uses: Mapping[Use, float], total: int) -> None:
+        self.model = model
+        policy = model.policy
+        moving = set(model.moving)
+        out = sum(out_of_service(node) for number, node in enumerate(model.nodes) if number not in moving)
+        self.limits = batch_limits(policy, total, out)
+        fresh = sum(len(group.nodes) for group in first if not group.unfinished)
+        allowed = most_down(policy, total, out)
+        if fresh > allowed:
+            raise BadPolicy(
+                f"the canary batch has {fresh} nodes and max_unavailable allows {allowed} down: "
+                "choose fewer canaries or raise max_unavailable"
+            )
+        self.use_limits = uses
+        self.first = bool(first)
+        self.canaries = frozenset(first)
+        self.batches: list[list[Group]] = []
+        self.sizes: list[int] = []
+        self.used: list[Counter[Use]] = []
+        self.where: dict[Group, int] = {}
+        if first:
+            self.append()
+            for group in first:
+                if any(use[0] == "gpus" and amount > uses[use] for use, amount in group.uses.items()):
+                    raise BadPolicy(self._too_large(group, 0))
+                self.add(0, group)
+
+    def limit(self, number: int) -> int:
+        return self.limits[min(number - self.first, len(self.limits) - 1)]
+
+    def append(self) -> None:
+        self.batches.append([])
+        self.sizes.append(0)
+        self.used.append(Counter())
+
+    def grow(self, nodes: int) -> None:
+        """Add bins until ``nodes`` more nodes could be taken."""
+        while nodes > 0:
+            nodes -= self.limit(len(self.batches))
+            self.append()
+
+    def close_gaps(self) -> None:
+        """Fill empty bins from the next one that is not, and drop those left at the end: sizes hold by number."""
+        number = 0
+        while number < len(self.batches):
+            later = next((n for n in range(number, len(self.batches)) if self.batches[n]), None)
+            if later is None:
+                break
+            for group in list(self.batches[later]) if later > number else ():
+                if self.admits(number, group):
+                    self.remove(later, group)
+                    self.add(number, group)
+            number += 1
+        while self.batches and not self.batches[-1]:
+            for part in (self.batches, self.sizes, self.used):
+                del part[-1]
+
+    def admits(self, number: int, group: Group) -> bool:
+        """A group that alone exceeds a budget or a domain limit is admitted to an empty bin: it cannot be divided."""
+        size = self.sizes[number]
+        if size + len(group.nodes) > self.limit(number) or (self.first and number == 0):
+            return False
+        return not any(
+            self.used[number][use] + amount > self.use_limits[use] and (size or use[0] == "gpus")
+            for use, amount in group.uses.items()
+        )
+
+    def add(self, number: int, group: Group) -> None:
+        self.batches[number].append(group)
+        self.sizes[number] += len(group.nodes)
+        self.used[number].update(group.uses)
+        self.where[group] = number
+
+    def remove(self, number: int, group: Group) -> None:
+        self.batches[number].remove(group)
+        self.sizes[number] -= len(group.nodes)
+        self.used[number].subtract(group.uses)
+
+    def put(self, group: Group, order: Iterable[int]) -> int:
+        """Add to the first bin of ``order`` that admits the group, else to a new one at the end.
+
+        :raises BadPolicy: if even an empty bin does not take the group.
+        """
+        for number in order:
+            if self.admits(number, group):
+                self.add(number, group)
+                return number
+        self.append()
+        number = len(self.batches) - 1
+        if not self.admits(number, group):
+            raise BadPolicy(self._too_large(group, self.limit(number)))
+        self.add(number, group)
+        return number
+
+    def _too_large(self, group: Group, limit: int) -> str:
+        node = self.model.nodes[group.nodes[0]]
+        for use, amount in group.uses.items():
+            if use[0] == "gpus" and amount > self.use_limits[use]:
+                return (
+                    f"max_pending lets {max(0.0, self.use_limits[use]):g} GPUs of {use[1]} be down and {node.name} "
+                    f"has {amount}: raise max_pending or let the queue shrink"
+                )
+        kind = next((kind for kind in self.model.policy.keep_together if kind in node.domains), "")
+        return (
+            f"the {len(group.nodes)} nodes of {kind} {node.domains.get(kind)} are upgraded together and a batch holds "
+            f"{limit}: raise batch_size or max_unavailable, or leave {kind} out of keep_together to let it be split"
+        )
+
+    def contents(self) -> list[list[Group]]:
+        return [list(batch) for batch in self.batches]
+
+    def refill(self, contents: Sequence[Sequence[Group]]) -> None:
+        """Go back to earlier contents."""
+        self.batches, self.sizes, self.used = [], [], []
+        for number, batch in enumerate(contents):
+            self.append()
+            for group in batch:
+                self.add(number, group)
+
+    def nodes(self) -> list[list[int]]:
+        return [sorted(node for group in batch for node in group.nodes) for batch in self.batches if batch]
+
+
+def together(model: Model, nodes: Iterable[int]) -> list[list[int]]:
+    """Nodes by the domains that are kept together, in the order of each one's first node."""
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index in nodes:
+        node = model.nodes[index]
+        kind = next((kind for kind in model.policy.keep_together if kind in node.domains), None)
+        found[(kind, node.domains[kind]) if kind else ("", node.name)].append(index)
+    return list(found.values())
+
+
+def grouped(model: Model, uses: Mapping[Use, float]) -> list[Group]:
+    """The nodes to upgrade as groups, in the order of the snapshot."""
+    return [Group(model, nodes, uses) for nodes in together(model, model.moving)]
