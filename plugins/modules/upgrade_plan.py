@@ -38,7 +38,7 @@ options:
     description:
       - With O(previous), what became of each node whose turn has come, as in
         O(gpufleet.driver.upgrade_gate#module:outcomes).
-      - Any other node of the next batch that is left out now is a reason not to start the batch.
+      - Any other node of the next batch that is not fit for its turn any more is left out of it, see RV(review).
     type: dict
     default: {}
   dest:
@@ -151,6 +151,13 @@ review:
       description: What differs from when the plan was made.
       type: list
       elements: str
+    left_out:
+      description:
+        - The nodes of the next batch that are not to be upgraded any more, each with C(node) and C(reason), for example
+          because somebody took them out of service. The rest may go on without them if C(safe).
+        - Not safe is a canary of which nothing is left, and a domain that is kept together without one of its nodes.
+      type: list
+      elements: dict
 """
 
 import json

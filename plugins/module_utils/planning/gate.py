@@ -21,6 +21,8 @@ from .policy import Window, next_window
 
 GOOD = frozenset({"upgraded", "already"})
 """Outcomes that count as success; every other outcome counts against the budget."""
+SKIPPED = "skipped"
+"""Outcome of a node that was left out when its turn came: no success and no failure."""
 OUT_OF_SERVICE = frozenset({"quarantined", "lost"})
 """Outcomes after which a node does no work."""
 
@@ -48,7 +50,7 @@ def decide(
     objections: Collection[str] = (),
 ) -> Gate:
     """:param outcomes: node → outcome, of every node whose turn has come; nodes still to come are absent
-    :param lost: nodes that Ansible dropped from the play, whatever their outcome says
+    :param lost: nodes that Ansible dropped from the play, whatever their outcome says, unless it was skipped
     :param max_failed: how many nodes may fail before the run stops
     :param now: Unix time; ``not_after`` (end of the maintenance window) likewise
     :param batch_seconds: how long the batch is expected to take: it must end by ``not_after`` and in one of ``windows``
@@ -56,7 +58,8 @@ def decide(
     :param doubts: why the plan no longer holds for the next batch
     :param objections: further reasons to stop, such as :func:`lock_objections`
     """
-    failed = tuple(sorted(set(lost) | {node for node, outcome in outcomes.items() if outcome not in GOOD}))
+    skipped = {node for node, outcome in outcomes.items() if outcome == SKIPPED}
+    failed = tuple(sorted((set(lost) | {node for node, outcome in outcomes.items() if outcome not in GOOD}) - skipped))
     reasons = []
     if len(failed) > max_failed:
         told = ", ".join(

@@ -23,6 +23,9 @@ from .placement import Rooms
 from .policy import BadPolicy, Policy
 from .schedule import BLOCKED, COLD, STAY, Fate, Played
 
+CANARY = "canary"
+"""Name of the first batch, if it is one."""
+
 
 class WorkloadFate(NamedTuple):
     """What happens to a workload in a batch; ``to`` names the nodes it moves to or starts on. Losses in GPU-seconds."""
@@ -249,7 +252,7 @@ def described(model: Model, batches: Sequence[Sequence[int]], played: Played, ha
         )
     out = []
     for number, batch in enumerate(batches):
-        name = "canary" if has_canary and number == 0 else f"batch {number + (not has_canary)}"
+        name = CANARY if has_canary and number == 0 else f"batch {number + (not has_canary)}"
         out.append(
             Batch(
                 name,

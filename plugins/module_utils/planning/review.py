@@ -16,19 +16,21 @@ from ..account import named
 from ..fleet import MOVE, WAIT, Node, Snapshot, uncollected
 from .gate import GOOD, OUT_OF_SERVICE
 from .model import Model, out_of_service, skip_reason
-from .plan import Plan, finished, list_of, no_plan, prepare, refused
+from .plan import CANARY, Batch, Plan, finished, list_of, no_plan, prepare, refused
 from .policy import BadPolicy, Policy, count
 from .schedule import BLOCKED, STAY, Hint, play
 
 
 @dataclass(frozen=True)
 class Review:
-    """Whether an earlier plan's next batch is still safe, and what changed since."""
+    """Whether an earlier plan's next batch is still safe, and what changed since. ``left_out`` are nodes of that batch
+    that are not to be upgraded with it any more, each with the reason."""
 
     safe: bool
     next_batch: str | None
     reasons: tuple[str, ...]
     changes: tuple[str, ...]
+    left_out: tuple[tuple[str, str], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -36,6 +38,7 @@ class Review:
             "next_batch": self.next_batch,
             "reasons": list(self.reasons),
             "changes": list(self.changes),
+            "left_out": [{"node": node, "reason": reason} for node, reason in self.left_out],
         }
 
 
@@ -53,8 +56,9 @@ def review(
 ) -> tuple[Plan, Review]:
     """Play what is left of an earlier plan (its JSON form) on a fresh snapshot, in the earlier order.
 
-    The next batch is safe if every workload on it still has a fate, none loses its place to move to, and all its nodes
-    are still there to be upgraded. Nodes that appeared since are not added: a new plan would.
+    The next batch is safe if every workload on it still has a fate and none loses its place to move to. A node that is
+    no longer fit for its turn is left out of the batch, unless that leaves no canary, or splits a domain that is kept
+    together. Nodes that appeared since are not added: a new plan would.
 
     :param outcomes: of each node whose turn has come, as :func:`.gate.decide` takes them.
     :raises BadPolicy: if the earlier plan is for another version or is no plan.
@@ -64,63 +68,101 @@ def review(
     nodes = tuple(_after(node, over[node.name], policy) if node.name in over else node for node in snapshot.nodes)
     model = prepare(replace(snapshot, nodes=nodes), replace(policy, canary=0, reserve=()))
     moving = {model.nodes[index].name: index for index in model.moving}
-    upgraded = f"already on {policy.version}"
     changes: list[str] = []
     reasons: list[str] = []
     batches: list[list[int]] = []
     names: list[str] = []
     upcoming: str | None = None
-    for earlier_batch in listed:
-        here = []
-        gone = []
-        for name in earlier_batch.nodes:
-            if name in moving:
-                here.append(moving[name])
-            elif name not in model.number:
-                gone.append(f"{name} has left the fleet")
-            elif name not in over:
-                why = skip_reason(model.nodes[model.number[name]], policy)
-                if why != upgraded:
-                    gone.append(f"{name} is left out now: {why}")
-        changes.extend(gone)
+    left_out: dict[str, str] = {}
+    for batch in listed:
+        here = [moving[name] for name in batch.nodes if name in moving]
+        gone = _gone(model, [name for name in batch.nodes if name not in moving and name not in over])
+        changes.extend(f"{name} {_out(why)}" for name, why in gone.items())
         if upcoming is None and (here or gone):
-            upcoming = earlier_batch.name
-            reasons.extend(gone)
+            upcoming, left_out = batch.name, gone
+            reasons.extend(_needed(model, batch.name, here, gone))
         if here:
             batches.append(here)
-            names.append(earlier_batch.name)
-    planned = {name for earlier_batch in listed for name in earlier_batch.nodes}
+            names.append(batch.name)
+    planned = {name for batch in listed for name in batch.nodes}
     changes.extend(f"{name} is new and not part of the plan" for name in moving if name not in planned)
     model.moving = [index for batch in batches for index in batch]
-    if batches:
+    if batches and names[0] == upcoming:
         reasons.extend(_too_many_down(model, batches[0], over, len(planned)))
     before: dict[str, tuple[str, Sequence[str]]] = {}
-    for earlier_batch in listed:
-        if any(name in moving for name in earlier_batch.nodes):
-            for workload, fate, to in earlier_batch.fates:
+    for batch in listed:
+        if any(name in moving for name in batch.nodes):
+            for workload, fate, to in batch.fates:
                 before.setdefault(workload, (fate, to))
     hints = hints_of(model, ((workload, fate, to) for workload, (fate, to) in before.items()))
-    played = play(model, batches, hints=hints)
-    plan = finished(model, policy, batches, played, False, {})
-    plan = _renamed(plan, names)
-    told: set[str] = set()
-    for number, batch in enumerate(plan.batches):
-        for now in batch.fates:
-            old = before.pop(now.workload, (None, ()))[0]
-            if now.fate == BLOCKED:
-                item = next(i for i in model.items if i.name == now.workload)
-                text = f"{now.workload} cannot be taken off {', '.join(now.nodes)}"
-                changes.append(text)
-                if number == 0:
-                    reasons.append(f"{text}: {'; '.join(refused(model, item)[:2])}")
-            elif old is not None and now.fate not in (old, STAY):
-                changes.append(f"{now.workload} was to {_verb(old)} and would now {_verb(now.fate)}")
-                if number == 0 and old == MOVE:
-                    reasons.append(f"{now.workload} has lost its place to move to")
-            elif old is None and now.fate != STAY and now.workload not in told:
-                changes.append(f"{now.workload} is new on {', '.join(now.nodes)} and would {_verb(now.fate)}")
-            told.add(now.workload)
-    return plan, Review(not reasons, upcoming, tuple(reasons), tuple(changes))
+    plan = _renamed(finished(model, policy, batches, play(model, batches, hints=hints), False, {}), names)
+    for batch_now in plan.batches:
+        differs, unsafe = _compared(model, batch_now, before)
+        changes.extend(differs)
+        reasons.extend(unsafe if batch_now.name == upcoming else ())
+    return plan, Review(not reasons, upcoming, tuple(reasons), tuple(changes), tuple(left_out.items()))
+
+
+_LEFT = "has left the fleet"
+
+
+def _gone(model: Model, names: Iterable[str]) -> dict[str, str]:
+    """Nodes that have a turn to come and are not to be upgraded any more, each with the reason."""
+    upgraded = f"already on {model.policy.version}"
+    found = {}
+    for name in names:
+        why = skip_reason(model.nodes[model.number[name]], model.policy) if name in model.number else _LEFT
+        if why and why != upgraded:
+            found[name] = why
+    return found
+
+
+def _out(why: str) -> str:
+    return why if why == _LEFT else f"is left out now: {why}"
+
+
+def _needed(model: Model, batch: str, here: Sequence[int], gone: Mapping[str, str]) -> list[str]:
+    """Why the rest of a batch cannot go on without those that are gone."""
+    rest = [model.nodes[index] for index in here]
+    found = []
+    for name, why in gone.items():
+        text = f"{name} {_out(why)}"
+        node = model.nodes[model.number[name]] if name in model.number else None
+        gpu_model = node.gpu_model if node else None
+        if batch == CANARY and not any(gpu_model in (None, each.gpu_model) for each in rest):
+            found.append(f"{text}, and no canary is left{f' of {gpu_model}' if gpu_model else ''}")
+        for kind in model.policy.keep_together:
+            domain = node.domains.get(kind) if node else None
+            others = [each.name for each in rest if domain and each.domains.get(kind) == domain]
+            if others:
+                found.append(f"{text}, and {kind} {domain} is upgraded as a whole: {named(others)} with it")
+    return found
+
+
+def _compared(model: Model, batch: Batch, before: dict[str, tuple[str, Sequence[str]]]) -> tuple[list[str], list[str]]:
+    """What differs for the workloads of a batch, and what of that is not safe; ``before`` notes what was seen."""
+    changes: list[str] = []
+    unsafe: list[str] = []
+    for now in batch.fates:
+        old = before.get(now.workload, (None, ()))[0]
+        if now.fate == BLOCKED:
+            item = next(i for i in model.items if i.name == now.workload)
+            text = f"{now.workload} cannot be taken off {', '.join(now.nodes)}"
+            changes.append(text)
+            unsafe.append(f"{text}: {'; '.join(refused(model, item)[:2])}")
+        elif old == _SEEN or now.fate == STAY:
+            pass
+        elif old is None:
+            changes.append(f"{now.workload} is new on {', '.join(now.nodes)} and would {_verb(now.fate)}")
+        elif now.fate != old:
+            changes.append(f"{now.workload} was to {_verb(old)} and would now {_verb(now.fate)}")
+            if old == MOVE:
+                unsafe.append(f"{now.workload} has lost its place to move to")
+        before[now.workload] = (_SEEN, ())
+    return changes, unsafe
+
+
+_SEEN = "seen"
 
 
 def _batches_of(earlier: Mapping[str, Any], version: str) -> list[_Planned]:
@@ -190,7 +232,7 @@ def hints_of(model: Model, fates: Iterable[tuple[str, str, Sequence[str]]]) -> d
 
 def _renamed(plan: Plan, names: Sequence[str]) -> Plan:
     batches = tuple(replace(batch, name=name) for batch, name in zip(plan.batches, names))
-    return replace(plan, batches=batches, canary=batches[0].nodes if names and names[0] == "canary" else ())
+    return replace(plan, batches=batches, canary=batches[0].nodes if names and names[0] == CANARY else ())
 
 
 def _verb(fate: str) -> str:

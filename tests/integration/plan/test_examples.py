@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 TOP = Path(__file__).resolve().parents[3]
 FLEETS = TOP / "examples" / "fleets"
+UPGRADE = TOP / "playbooks" / "upgrade.yml"
 NAMES = sorted(path.stem for path in FLEETS.glob("*.json"))
 
 
@@ -100,7 +102,8 @@ def host(name: str, **values: Any) -> dict[str, Any]:
         pytest.param("abc", {}, {}, "canary", None, id="nothing changed"),
         pytest.param("abc", {"a": "upgraded"}, {}, "batch 1", None, id="the canary is done"),
         pytest.param("abc", {"a": "upgraded", "b": "rolled_back"}, {}, "batch 2", None, id="a failed node is over too"),
-        pytest.param("ac", {"a": "upgraded"}, {}, None, "b has left the fleet", id="the next node is gone"),
+        pytest.param("ac", {"a": "upgraded"}, {}, None, None, id="nothing is left of the next batch"),
+        pytest.param("bc", {}, {}, None, "a has left the fleet, and no canary is left", id="the canary is gone"),
         pytest.param(
             "abc",
             {},
@@ -125,8 +128,10 @@ def test_a_plan_is_held_against_the_fleet_before_each_batch(
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "review.json").read_text())
     assert told["open"] is told["review"]["safe"] is (reason is None), told
-    if reason is None:
+    if batch:
         assert told["next"]["name"] == told["review"]["next_batch"] == batch
+    elif reason is None:
+        assert (told["next"], told["review"]["left_out"]) == ({}, [{"node": "b", "reason": "has left the fleet"}])
     else:
         assert reason in told["reasons"][0] and "run again to plan anew" in told["reasons"][0]
 
@@ -160,3 +165,74 @@ def test_a_plan_can_be_made_for_tonight(tmp_path: Path) -> None:
     for batch in batches:
         day = (batch["starts_seconds"] - opens) // 86400 * 86400
         assert opens + day <= batch["starts_seconds"] <= batch["ends_seconds"] <= closes + day
+
+
+def test_a_node_that_somebody_took_is_left_out_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """The tasks of upgrade.yml around the gate, over batches of which one loses a node and one all of them."""
+    tasks = {task["name"]: task for play in yaml.safe_load(UPGRADE.read_text()) for task in play.get("tasks", ())}
+    around = [
+        "Does the plan still hold for the fleet as it is now?",
+        "May this batch start?",
+        "Go on to the report",
+        "Leave out a node that is no longer fit for its turn, with its work",
+        "Go on without it",
+    ]
+    judged = next(play["vars"] for play in yaml.safe_load(UPGRADE.read_text()) if "serial" in play)
+    plays = [
+        {
+            "hosts": "localhost",
+            "gather_facts": False,
+            "tasks": [
+                {"import_role": {"name": "gpufleet.driver.plan"}, "vars": {"gpu_plan_nodes": "{{ planned }}"}},
+                {"set_fact": {"gpu_plan_nodes": "{{ later }}", "gpu_lock_keepers": [], "gpu_run": "r"}},
+            ],
+        },
+        {
+            "hosts": "nodes",
+            "gather_facts": False,
+            "serial": "{{ hostvars['localhost'].gpu_plan.serial }}",
+            "vars": {**judged, "gpu_lock_renewed": {"results": []}},
+            "tasks": [
+                *(tasks[name] for name in around),
+                {"set_fact": {"gpu_outcome": {"name": "upgraded", "reason": ""}}},
+            ],
+        },
+        {
+            "hosts": "localhost",
+            "gather_facts": False,
+            "tasks": [
+                {
+                    "copy": {
+                        "content": "{{ dict(groups.nodes | zip(all)) | to_json }}",
+                        "dest": str(tmp_path / "outcomes.json"),
+                    },
+                    "vars": {"all": "{{ groups.nodes | map('extract', hostvars, 'gpu_outcome') }}"},
+                }
+            ],
+        },
+    ]
+    (tmp_path / "play.yml").write_text(json.dumps(plays))
+    names = "abcdef"
+    taken = {"fit": False, "reason": "taken by somebody"}
+    given = {
+        "gpu_driver_version": "580.95.05",
+        "gpu_batch_size": 2,
+        "gpu_max_unavailable": "100%",
+        "planned": [host(name) for name in names],
+        "later": [host(name, **(taken if name in "bde" else {})) for name in names],
+        "gpu_scheduler_options": {"state_dir": str(tmp_path)},
+        "ansible_connection": "local",
+        "ansible_python_interpreter": "{{ ansible_playbook_python }}",
+    }
+    (tmp_path / "hosts.ini").write_text("[nodes]\n" + "\n".join(names) + "\n")
+    command = ["ansible-playbook", "-i", str(tmp_path / "hosts.ini"), str(tmp_path / "play.yml"), "-e"]
+    done = played([*command, json.dumps(given)], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = re.search(r"plan \w+: driver 580.95.05 for 6 nodes in 4 batches", done.stdout)
+    assert plan, done.stdout
+    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+    assert {name: each["name"] for name, each in outcomes.items()} == {
+        **dict.fromkeys("acf", "upgraded"),
+        **dict.fromkeys("bde", "skipped"),
+    }
+    assert outcomes["b"]["reason"] == "unfit: taken by somebody since it was planned"

@@ -27,6 +27,7 @@ def berlin(text: str) -> float:
         pytest.param({"a": "rolled_back"}, [], {}, "a (rolled back)", id="A-ANS-01 rescued is still failed"),
         pytest.param({}, ["a"], {}, "a (lost)", id="A-ANS-02 unreachable counts"),
         pytest.param({"a": "upgraded"}, ["a"], {}, "a (lost)", id="lost after it was upgraded"),
+        pytest.param({"a": "skipped"}, ["a"], {}, None, id="left out when its turn came"),
         pytest.param({"a": "quarantined"}, [], {"max_failed": 1}, None, id="within the budget"),
         pytest.param({"a": "refused", "b": "lost"}, [], {"max_failed": 1}, "2 failed, at most 1 may", id="over it"),
         pytest.param({"a": "an outcome nobody knows"}, [], {}, "nobody knows", id="unknown outcome is not success"),

@@ -28,20 +28,53 @@ def test_an_earlier_plan_that_still_holds_is_safe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "reason", "told"),
     [
-        (lambda n: replace(n, cordoned_by="somebody"), "is left out now: cordoned by somebody"),
-        (None, "has left the fleet"),
+        (lambda n: replace(n, cordoned_by="somebody"), "cordoned by somebody", "is left out now: cordoned by somebody"),
+        (None, "has left the fleet", "has left the fleet"),
     ],
 )
-def test_an_earlier_plan_whose_next_node_changed_is_not_safe(change: Any, reason: str) -> None:
-    fleet = fleet_of(5)
+def test_a_node_that_is_no_longer_fit_is_left_out_with_its_work(change: Any, reason: str, told: str) -> None:
+    fleet = fleet_of(2, workload("untouched", "n0"), workload("w", "n1"))
     first = plan.make(fleet, Policy(NEW, batch_size=(2,), canary=0))
-    gone = first.order[0]
-    nodes = tuple(change(n) if n.name == gone else n for n in fleet.nodes if change or n.name != gone)
-    dummy, found = review.review(first.as_dict(), replace(fleet, nodes=nodes), POLICY)
-    assert not found.safe
-    assert found.reasons == (f"{gone} {reason}",)
+    nodes = tuple(change(n) if n.name == "n0" else n for n in fleet.nodes if change or n.name != "n0")
+    works = tuple(work for work in fleet.workloads if change or work.name != "untouched")
+    again, found = review.review(first.as_dict(), Snapshot(nodes, works), POLICY)
+    assert (found.safe, found.next_batch, found.left_out) == (True, "batch 1", (("n0", reason),))
+    assert found.changes[0] == f"n0 {told}"
+    assert "n0" not in again.order
+    assert [fate.workload for batch in again.batches for fate in batch.fates] == ["w"]
+
+
+def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
+    first = plan.make(fleet_of(3), Policy(NEW, batch_size=(1,), canary=0))
+    dummy, found = review.review(first.as_dict(), Snapshot(fleet_of(3).nodes[1:]), POLICY)
+    assert (found.safe, found.next_batch, found.left_out) == (True, "batch 1", (("n0", "has left the fleet"),))
+
+
+@pytest.mark.parametrize(
+    ("values", "policy", "reason"),
+    [
+        ({}, {"canary": 1}, "n0 is left out now: cordoned by me, and no canary is left of H100"),
+        ({}, {"canary": 2}, None),
+        (
+            {"domains": {"nvlink": "rack-1"}},
+            {"canary": 0},
+            "n0 is left out now: cordoned by me, and nvlink rack-1 is upgraded as a whole: n1, n2 with it",
+        ),
+        ({"domains": {"nvlink": "rack-1"}}, {"canary": 0, "keep_together": ()}, None),
+    ],
+)
+def test_a_batch_does_not_go_on_without_a_node_that_it_needs(
+    values: dict[str, Any], policy: dict[str, Any], reason: str | None
+) -> None:
+    fleet = fleet_of(3, **values)
+    asked = Policy(NEW, batch_size=(3,), **policy)
+    first = plan.make(fleet, asked)
+    nodes = (replace(fleet.nodes[0], cordoned_by="me"), *fleet.nodes[1:])
+    dummy, found = review.review(first.as_dict(), replace(fleet, nodes=nodes), asked)
+    assert found.reasons == ((reason,) if reason else ())
+    assert found.left_out == (("n0", "cordoned by me"),)
 
 
 def test_an_earlier_plan_whose_room_is_gone_is_not_safe() -> None:
@@ -87,12 +120,6 @@ def test_nodes_that_failed_use_up_max_unavailable(outcome: str, most: int, reaso
     first = plan.make(fleet_of(5), policy)
     dummy, found = review.review(first.as_dict(), fleet_of(5), policy, {"n0": outcome})
     assert found.reasons == ((reason,) if reason else ())
-
-
-def test_a_batch_that_is_gone_as_a_whole_is_not_passed_over() -> None:
-    first = plan.make(fleet_of(3), Policy(NEW, batch_size=(1,)))
-    dummy, found = review.review(first.as_dict(), Snapshot(fleet_of(3).nodes[1:]), POLICY)
-    assert (found.safe, found.next_batch, found.reasons) == (False, "canary", ("n0 has left the fleet",))
 
 
 @pytest.mark.parametrize(
