@@ -34,7 +34,7 @@ _FEW = 3
 _WORTHWHILE = 20
 _WORK = 20000
 """Trials without which a search is not begun: it may look at ``_WORK`` nodes and workloads in all."""
-_LONGER = 2
+_LONGER = 4
 """How many times longer the search goes on from the best that was found from any beginning."""
 
 
