@@ -256,7 +256,9 @@ class Source(Common):
                 service = self._service(record["unit"])
                 self._arm(service, path, self._limits.freeze)
                 return self._captured(work, record, changed=False)
-            if record.get("state") in (COMMITTING, COMMITTED):  # by a run that was interrupted
+            if record.get("state") == COMMITTING:  # by a run that was interrupted
+                self._end_for_good(work, path, record)
+            if record.get("state") == COMMITTED:
                 return replace(self._captured(work, record, changed=False), source=SOURCE_GONE, target=record["target"])
             if record.get("state") in (suspend.FROZEN, suspend.PUBLISHED):
                 self._say(f"{work.name}: an earlier capture was interrupted; it runs on before the next")
@@ -631,29 +633,33 @@ class Source(Common):
                     "work that stands still since it was saved",
                     f"cat {path}",
                 )
-            service = self._service(record["unit"])
             record.update(state=COMMITTING, target=target)
             suspend.write_record(path, record)
-            try:
-                service.disarm()
-                service.moved.place([record["unit"]])
-                service.guard()
-                service.end(lambda: suspend.same(record["members"], self._proc), 60.0)
-                service.reset()
-                service.unguard()
-            except (ServiceError, OSError) as exc:
-                raise self._failed(
-                    work,
-                    "lost_source",
-                    "commit",
-                    str(exc),
-                    "its processes gone",
-                    f"systemctl status {record['unit']}",
-                    SOURCE_FROZEN,
-                ) from exc
-            record.update(state=COMMITTED, committed_at=self._now())
-            suspend.write_record(path, record)
+            self._end_for_good(work, path, record)
             return SOURCE_GONE
+
+    def _end_for_good(self, work: Work, path: Path, record: dict[str, Any]) -> None:
+        """Carry out what the record has announced; may be repeated."""
+        service = self._service(record["unit"])
+        try:
+            service.disarm()
+            service.moved.place([record["unit"]])
+            service.guard()
+            service.end(lambda: suspend.same(record["members"], self._proc), 60.0)
+            service.reset()
+            service.unguard()
+        except (ServiceError, OSError) as exc:
+            raise self._failed(
+                work,
+                "lost_source",
+                "commit",
+                str(exc),
+                "its processes gone",
+                f"systemctl status {record['unit']}",
+                SOURCE_FROZEN,
+            ) from exc
+        record.update(state=COMMITTED, committed_at=self._now())
+        suspend.write_record(path, record)
 
     def _gone_or_still(self, record: Mapping[str, Any]) -> bool:
         """Whether nothing of the work has run since it was published: what is left of it stands still."""

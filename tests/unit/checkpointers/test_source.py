@@ -416,6 +416,25 @@ def test_ended_work_is_given_to_one_target_only(place: Place) -> None:
     assert place.backend().commit(place.work, "node3") == "gone"
 
 
+def test_an_end_that_was_cut_off_is_carried_out_by_the_next_run(place: Place) -> None:
+    """Before it tells anybody that the work may be brought back elsewhere."""
+    place.backend().capture(place.work)
+    backend = place.backend()
+
+    def crash() -> None:
+        raise Crash
+
+    place.unit.disarm = crash  # type: ignore[method-assign]
+    with pytest.raises(Crash):
+        backend.commit(place.work, "node2")
+    assert place.record()["state"] == "committing" and suspend.stands_still(place.pid)
+    del place.unit.disarm
+    again = place.backend().capture(place.work)
+    assert (again.source, again.target) == ("gone", "node2")
+    assert place.process.poll() == -signal.SIGKILL
+    assert place.unit.moved.held() == ["work.service"]
+
+
 def test_a_source_that_dies_while_it_stands_still_is_still_saved(place: Place) -> None:
     place.backend().capture(place.work)
     os.kill(place.pid, signal.SIGKILL)
