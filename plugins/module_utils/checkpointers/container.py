@@ -176,10 +176,12 @@ class Podman(Service):
     def adopt(self, fragment: str) -> None: ...
 
     def restore(self, images: Path, timeout: float) -> Completed:
-        """Make the container anew from its archive; its processes stand still."""
+        """Make the container anew from its archive, under its own name and id; its processes stand still.
+
+        Under another id they would be in the control group of the old one, and nobody would know whose they are.
+        """
         return self.podman(
             "container", "restore", "--import", str(images.parent / ARCHIVE), "--ignore-volumes", "--file-locks",
-            "--name", self.container,
             timeout=timeout,
         )  # fmt: skip
 
