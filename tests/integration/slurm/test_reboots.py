@@ -73,6 +73,6 @@ def test_a_reboot_through_slurm_that_leaves_the_node_down_is_still_ours(slurm: C
     slurm.backend().cordon(["gpu-1"], R1)
     eager = slurm.submit("sleep 300", "--gres=gpu:1", node="gpu-1")
     slurm.sh("scontrol", "reboot", "nextstate=DOWN", "gpu-1")
-    until(lambda: (slurm.state / "nodes/gpu-1.boots").exists(), "it reboots")
+    until((slurm.state / "nodes/gpu-1.boots").exists, "it reboots")
     until(lambda: "REBOOT_ISSUED" not in slurm.node("gpu-1").state and not slurm.node("gpu-1").silent, "it is back", 60)
     goes_to_work_when_proven(slurm, eager)
