@@ -290,19 +290,25 @@ def device_table(gpus: int, scratch: Path) -> str:
     return "".join(f"{name} {major} {minor}\n" for name, (major, minor) in zip(names, numbers, strict=False))
 
 
-def check_watches(machines: int) -> None:
-    """Each systemd holds about 7 inotify instances, and the limit is one for all of root's."""
-    limit = int(Path("/proc/sys/fs/inotify/max_user_instances").read_text())
+def make_room_for_watches(machines: int) -> None:
+    """Each systemd holds about 7 inotify instances, and the limit is one for all of root's, so for all labs."""
+    limit = Path("/proc/sys/fs/inotify/max_user_instances")
     used = 0
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             used += "inotify" in os.readlink(descriptor)  # noqa: PTH115 (not a path)
-    wanted = used + 8 * machines
-    if wanted > limit:
+    has, wanted = int(limit.read_text()), used + 8 * machines
+    if wanted <= has:
+        return
+    wanted = max(1024, 2 * wanted)
+    try:
+        limit.write_text(str(wanted))
+    except OSError as exc:
         raise LabError(
-            f"{machines} machines need {8 * machines} inotify instances; {used} of the kernel's {limit} are in use. "
-            f"Start fewer, or: sysctl -w fs.inotify.max_user_instances={max(1024, wanted)}"
-        )
+            f"{machines} machines need {8 * machines} inotify instances; {used} of the kernel's {has} are in use, and "
+            f"the limit cannot be raised here: {exc}. Start fewer, or: sysctl -w fs.inotify.max_user_instances={wanted}"
+        ) from None
+    say(f"raised fs.inotify.max_user_instances from {has} to {wanted} (until the next boot)")
 
 
 # ---- a lab ----------------------------------------------------------------------------------------------------------
@@ -562,7 +568,7 @@ def claim(state: Path, data: dict) -> Lab:
 def up(options: argparse.Namespace) -> None:
     if not (1 <= options.nodes <= 200 and 1 <= options.gpus <= 8):
         raise LabError("--nodes is 1 to 200 and --gpus 1 to 8")
-    check_watches(options.nodes)
+    make_room_for_watches(options.nodes)
     started = time.monotonic()
     state: Path = options.state
     state.mkdir(parents=True, exist_ok=True)
