@@ -366,6 +366,9 @@ class Slurm(Scheduler):
 
     def settle(self, mark: Mark, check: bool = False) -> list[str]:
         done = []
+        if self._set.versions and not check:
+            # a slurmctld that was started again since the last batch has forgotten them
+            self._set_features(self._slurm.nodes(), self._set.versions)
         for name, reservation in self._slurm.reservations().items():
             if not name.startswith(slurm_jobs.RESERVATION) or reservation.nodes != (name[len("gpufleet-") :],):
                 continue

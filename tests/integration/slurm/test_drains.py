@@ -102,6 +102,10 @@ def test_features_lost_by_a_reconfiguration_are_set_again(slurm: Cluster) -> Non
     until(lambda: slurm.node("gpu-1").active == ("lab",), "the configuration is read")
     slurm.backend(versions={"gpu-1": NEW}).uncordon(["gpu-1"], R1)
     assert slurm.node("gpu-1").active == ("lab", f"driver-{NEW}")
+    slurm.sh("scontrol", "reconfigure")
+    until(lambda: slurm.node("gpu-1").active == ("lab",), "the configuration is read")
+    slurm.backend(versions={"gpu-1": NEW}).settle(R1)
+    assert slurm.node("gpu-1").active == ("lab", f"driver-{NEW}"), "also if it was read after the last batch"
 
 
 @pytest.mark.each_release
