@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def command(*argv: str, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, str]]]:
     """``save.encrypt`` by tool; the secret keys are this user's."""
     folder = tmp_path_factory.mktemp("keys")
     public = command("age-keygen", "--output", str(folder / "key")).split()[-1]
@@ -40,10 +40,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     home.mkdir(mode=0o700)
     os.environ["GNUPGHOME"] = str(home)
     command("gpg", "--batch", "--passphrase", "", "--quick-generate-key", "ops@example.com", "default", "default", "0")
-    return {
+    yield {
         "age": {"tool": "age", "recipient": public, "identity": str(folder / "key")},
         "gpg": {"tool": "gpg", "recipient": "ops@example.com"},
     }
+    command("gpgconf", "--kill", "all")  # the daemons that gpg has started for this folder
+    del os.environ["GNUPGHOME"]
 
 
 @pytest.fixture
