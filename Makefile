@@ -9,7 +9,7 @@ NODES ?= 3
 try = printf 'lab: %s\n' 'try it with: ANSIBLE_COLLECTIONS_PATH=.build .build/venv/bin/ansible-playbook gpufleet.driver.status -i $(LAB)/$(1)/inventory.yml' 'stop it with: make lab-stop'
 
 help: ## Show this help
-	@awk -F':.*## ' '/^[a-z -]+:.*## /{split($$1, name, " "); printf "  make %-12s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z -]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Install what the tests and labs need (done by every other target)
 	@tests/setup

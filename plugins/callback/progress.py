@@ -40,7 +40,7 @@ PHASES = {
 SHOWN_STEPS = ("install", "rollback")
 """Roles whose single steps are shown: those that keep a node out of service."""
 GROUPED_LATER = "Look at every node"
-"""The play whose failures are told later, for all nodes together."""
+"""The play whose failures are told later, for all nodes together; or at the end, if no other play comes."""
 QUIET = ("set_fact", "assert", "meta", "validate_argument_spec", "include_tasks", "include_role", "debug")
 """Actions that do nothing worth a line."""
 GOOD = "good"
@@ -65,11 +65,19 @@ class Progress:
         self.spent: dict[str, float] = {}
         self.failures: dict[str, int] = {}
         self.step: tuple[str, float] | None = None
+        self.plays = 0
+        self.untold: dict[str, list[str]] = {}
 
     def play(self, name: str, now: float) -> list[Line]:
         lines = self._ended(now) + self._close(now)
         self.play_name = self.current = name
+        self.plays += 1
+        self.untold = {}
         return lines
+
+    def nobody(self) -> list[Line]:
+        """No host matches the play. Later ones may have none: those that go by what was found."""
+        return [("no host matches: see -i and -e gpu_hosts", BAD)] if self.plays == 1 else []
 
     def task(self, name: str, role: str | None, action: str, now: float) -> list[Line]:
         """A task begins on all hosts of the batch."""
@@ -124,11 +132,12 @@ class Progress:
     def failed(self, host: str, task: str, result: Mapping[str, Any], now: float) -> list[Line]:
         self._stop(host, now)
         self.step = None
-        if self.current == GROUPED_LATER:
-            self.failures[host] = self.failures.get(host, 0) + 1
-            return []
         of_items = [item.get("msg") for item in result.get("results", ()) if item.get("failed")]
         text = "; ".join(str(one) for one in of_items or [result.get("msg")] if one) or "no message"
+        if self.current == GROUPED_LATER:
+            self.failures[host] = self.failures.get(host, 0) + 1
+            self.untold.setdefault(text, []).append(host)
+            return []
         first, *rest = text.splitlines()
         return [
             self._line(f"    {host} failed: {task}: {first}", now, BAD),
@@ -151,6 +160,7 @@ class Progress:
         return [
             *self._ended(now),
             *self._close(now),
+            *(self._line(f"  {named(hosts)}: {text}", now, BAD) for text, hosts in self.untold.items()),
             ("", ""),
             self._line(f"ended after {lasted(now - self.began)}", now),
         ]
@@ -229,7 +239,7 @@ class CallbackModule(CallbackBase):
         self._show(self.progress.waits(host, result._task.name or "", result._result, time.time()))
 
     def v2_playbook_on_no_hosts_matched(self) -> None:
-        self._show([("no host matches: see -i and -e gpu_hosts", BAD)])
+        self._show(self.progress.nobody())
 
     def v2_playbook_on_stats(self, stats: Any) -> None:
         self._show(self.progress.end(time.time()))

@@ -439,7 +439,11 @@ def main() -> None:
     )
     p = module.params
     declared = [
-        Workload(**{**{key: value for key, value in given.items() if key != "save"}, "ready": tuple(given["ready"])})
+        Workload(
+            **{key: value for key, value in given.items() if key not in ("save", "ready")},
+            ready=tuple(given["ready"]),
+            movable=bool(given["save"]),
+        )
         for given in p["workloads"]
     ]
     try:

@@ -98,6 +98,25 @@ def test_many_nodes_stay_one_line_and_unfit_ones_are_told_later() -> None:
     assert "a wall of text" not in "".join(watched.text)
 
 
+def test_what_ends_the_run_while_it_looks_is_told_at_the_end() -> None:
+    watched = Watched()
+    watched.say("play", "Look at every node")
+    for host in ("g1", "g2"):
+        watched.say("failed", host, "Refuse a run without a driver version", {"msg": "no driver version was given"})
+    assert watched.text == []
+    watched.say("end")
+    assert watched.text[0].endswith("  g1, g2: no driver version was given")
+    assert watched.lines[0][1] == BAD
+
+
+def test_only_the_first_play_needs_hosts() -> None:
+    watched = Watched()
+    watched.say("play", "Look at the nodes to bring back")
+    assert watched.progress.nobody() == [("no host matches: see -i and -e gpu_hosts", BAD)]
+    watched.say("play", "Bring back, batch by batch")
+    assert watched.progress.nobody() == []
+
+
 def test_waits_say_what_for() -> None:
     watched = Watched()
     watched.say(

@@ -71,7 +71,8 @@ class Workload:
     a unit that calls ``docker run`` are not in the unit's own cgroup.
 
     ``elsewhere`` names another host that has the same unit or container: it is started there while it is stopped here.
-    ``come_back`` says that it is stopped there and started here again afterwards.
+    ``come_back`` says that it is stopped there and started here again afterwards. ``movable``: it has said how it is
+    saved, so that role evacuate moves it if it can.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Workload:
     ready_timeout: float = 120
     elsewhere: str | None = None
     come_back: bool = True
+    movable: bool = False
     declared: bool = True
 
 
@@ -122,6 +124,8 @@ def _waiting(others: Sequence[Holder], left: float, undeclared: str) -> str:
 
 
 def _then_declared(work: Workload) -> str:
+    if work.movable:
+        return "is saved and moved if a node can take it; if not, it is stopped, and started again afterwards"
     if not work.elsewhere:
         return "is stopped, and started again afterwards"
     back = "and comes back afterwards" if work.come_back else "and stays there"

@@ -224,6 +224,9 @@ def test_rollback_undoes_a_finished_upgrade(fleet: Fleet) -> None:
     fleet.lab("unplug", "gpu-2")
     unseen = fleet.play("recover", gpu_hosts="gpu-2")
     assert unseen.rc != 0 and "could not be looked at" in unseen.output
+    for playbook in ("recover", "rollback", "status"):
+        nobody = fleet.play(playbook, gpu_hosts="gpu-99")
+        assert nobody.rc != 0 and "No host of 'gpu-99' is in the inventory" in nobody.output
 
 
 def test_a_process_nobody_declared_is_named_and_nothing_is_killed(fleet: Fleet) -> None:
@@ -241,7 +244,7 @@ def test_stop_file_window_and_limit(fleet: Fleet, tmp_path: Path) -> None:
     played = fleet.play("upgrade", gpu_driver_version=NEW, gpu_stop_file=str(stop), gpu_not_after=1, **BATCHES)
     assert played.rc != 0 and set(played.outcomes.values()) == {"not started"}
     assert str(stop) in played.output and "maintenance window" in played.output
-    assert "without effect is gpu_canery (did you mean gpu_canary?)" in played.output
+    assert "this setting has no effect: gpu_canery (did you mean gpu_canary?)" in played.output
     limited = fleet.play("upgrade", "--limit", "gpu-1", gpu_driver_version=NEW)
     assert limited.rc != 0 and "-e gpu_hosts=gpu-1" in limited.output
     typing = {
