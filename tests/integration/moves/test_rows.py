@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-from works import FIRST, GPUS, HOME, SECOND, Work, Works
+from works import FIRST, GPUS, HOME, SECOND, UNPROVEN, Work, Works
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility
 
@@ -134,7 +133,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.skip(reason="has not passed yet")
+@UNPROVEN
 def test_a_save_that_is_not_what_it_was_is_not_restored(works: Works) -> None:
     """Between the save and the look at it on the target, all is changed that can be; the work goes on at home."""
     rows = {name: Work(name, gpu=number % GPUS) for number, name in enumerate(DAMAGE)}
