@@ -226,7 +226,7 @@ def test_nothing_to_bring_back_is_no_error(play: Callable, tmp_path: Path) -> No
         f"gpu_state_dir={tmp_path}/state gpu_hosts=a ansible_become=false gpu_report_dir={tmp_path}",
     )
     assert played.rc == 0, played.output[-3000:]
-    assert "No node of 'a' that answered has a driver build to go back to" in played.output
+    assert "No node of 'a' that answered was upgraded since it last went back" in played.output
 
 
 def test_recover_does_not_call_a_silent_node_well(play: Callable, tmp_path: Path) -> None:
