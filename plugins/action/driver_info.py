@@ -1,11 +1,13 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""The action behind every module of this collection that runs on a node (routed here by meta/runtime.yml).
+"""The action behind every module of this collection that needs a connection (routed here by meta/runtime.yml).
 
 Ansible drops an unreachable host from the play: ``rescue`` never runs for it, and neither ``max_fail_percentage`` nor
 ``any_errors_fatal`` keeps the next batch from starting. A node lost in the middle of an upgrade must instead be a
-failed node, so that it is rescued, counted and reported. Nothing else is changed about running the module.
+failed node, so that it is rescued, counted and reported. Where a task is delegated, to where the scheduler is asked,
+Ansible drops the host it was for: a node that is well, or localhost, and with it the report. Nothing else is changed
+about running the module.
 """
 
 from __future__ import annotations

@@ -46,6 +46,13 @@ removed:
   type: list
   elements: str
   returned: always
+doubtful:
+  description:
+    - What may be left of a run that died, or may be somebody else's doing, such as a held job that nobody says to have
+      held. One line for each, with the command that takes it away; nothing is done about it.
+  type: list
+  elements: str
+  returned: always
 """
 
 import time
@@ -64,11 +71,16 @@ def main() -> None:
     )
     p = module.params
     try:
-        removed = registry.get(p, execution.run).settle(Mark(p["run_id"], time.time()), check=module.check_mode)
+        scheduler = registry.get(p, execution.run)
+        removed = scheduler.settle(Mark(p["run_id"], time.time()), check=module.check_mode)
+        doubtful = scheduler.doubtful()
     except SchedulerError as exc:
         module.fail_json(msg=str(exc))
     module.exit_json(
-        changed=bool(removed), removed=removed, diff={"before": "".join(f"{line}\n" for line in removed), "after": ""}
+        changed=bool(removed),
+        removed=removed,
+        doubtful=doubtful,
+        diff={"before": "".join(f"{line}\n" for line in removed), "after": ""},
     )
 
 

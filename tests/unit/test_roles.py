@@ -47,15 +47,13 @@ def test_tasks_use_declared_variables_and_use_them_all(role: str) -> None:
     assert used == declared
 
 
-def test_every_node_module_is_routed_to_the_action_that_makes_a_lost_node_a_failed_one() -> None:
-    """A module that runs on a node has the option state_dir, or only looks (module_holders_info, driver_info)."""
+def test_every_module_that_needs_a_connection_is_routed_to_the_action_that_makes_a_lost_machine_a_failure() -> None:
+    """Those for the fleet are delegated to where its scheduler is asked. Planning is done on the controller."""
     own = {path.stem for path in (TOP / "plugins/action").glob("*.py")}
     routed = set(load(TOP / "meta/runtime.yml")["plugin_routing"]["modules"]) | own
     planning = {"upgrade_gate", "upgrade_plan", "upgrade_forecast", "workload_placement"}
-    operator = {"fleet_lease", "gpu_operator_driver", "gpu_operator_info", "node_maintenance"}
-    controller = planning | operator | set(load(TOP / "meta/runtime.yml")["action_groups"]["fleet"])
     modules = {path.stem for path in (TOP / "plugins/modules").glob("*.py")}
-    assert routed == modules - controller
+    assert routed == modules - planning
 
 
 def test_action_groups_are_what_the_modules_say() -> None:

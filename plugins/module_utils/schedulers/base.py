@@ -170,6 +170,11 @@ class Scheduler(ABC):
         """At the end of a run, take away what it left besides marks (constraints on moved work, reservations, taints);
         one line for each thing taken away."""
 
+    def doubtful(self) -> list[str]:
+        """What may be left of a run that died, or may be somebody else's doing: one line for each thing, with the
+        command that takes it away."""
+        return []
+
 
 def with_host_facts(snapshot: Snapshot, hosts: Sequence[Mapping[str, Any]], scheduler: str) -> Snapshot:
     """The scheduler's view corrected by what the nodes say of themselves (``gpu_node`` of the role ``preflight``).

@@ -381,6 +381,9 @@ class Slurm(Scheduler):
             done.append(f"reservation {name}")
         return done + self._jobs.settle(check)
 
+    def doubtful(self) -> list[str]:
+        return slurm_jobs.held_by_nobody(self._slurm.jobs())
+
 
 def with_options(run: Runner, options: Mapping[str, Any]) -> Slurm:
     """The backend as ``options`` (a module's ``scheduler_options``) want it."""

@@ -130,6 +130,9 @@ def with_token(admin_comment: str, message: str, noted: Token) -> str:
     return f"{others} | {text}" if others else text
 
 
+_REQUEUED_HELD = "job requeued in held state"
+"""The reason that ``scontrol requeuehold`` gives a job, also after a restart of slurmctld."""
+
 _SIMPLE = re.compile(r"[\w.:-]+(?:&[\w.:-]+)*")
 
 
@@ -221,6 +224,21 @@ def _when(ends: float | None) -> str:
     if ends is None:
         return "without a time limit"
     return f"until {datetime.fromtimestamp(ends).astimezone():%Y-%m-%d %H:%M} at most"
+
+
+def held_by_nobody(jobs: Iterable[Job]) -> list[str]:
+    """Of the jobs that wait in the queue because they were requeued held, those that can save themselves and bear no
+    note: we may have held them, and a site's epilog may have written over our note before we died."""
+    return [
+        f"{called(job)} of {job.user} was requeued and is held, and nothing says by whom; if by an upgrade that died: "
+        f"scontrol release {job.shown}"
+        for job in jobs
+        if job.state == "PENDING"
+        and job.held
+        and job.reason == _REQUEUED_HELD
+        and declared(job.comment).saved
+        and not token(job.admin_comment)
+    ]
 
 
 def called(job: Job) -> str:

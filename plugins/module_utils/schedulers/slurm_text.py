@@ -270,6 +270,8 @@ def reservations(text: str) -> dict[str, Reservation]:
 class Job:
     """A job, or one task of an array. ``shown`` is the id as people write it (``12_3``), ``id`` the one to act on.
 
+    That is ``12_3`` too: the last task of an array has the number of the whole array as its own (JobID).
+
     ``resources`` is its part on each of its ``nodes``. Texts that its owner chose (``name``, ``comment``,
     ``constraint``) are untrusted. ``batch`` jobs can be requeued if ``requeue`` says so; the others are interactive.
     """
@@ -335,6 +337,9 @@ def jobs(text: str, nonce: str) -> list[Job]:
     return [_job(record, nonce) for record in text.split(f"{_UNIT}{nonce}{_UNIT}\n") if record.strip()]
 
 
+_TASK = re.compile(r"\d+_\d+")
+
+
 def _job(record: str, nonce: str) -> Job:
     head, *free = record.split(f"{_UNIT}{nonce}")
     fields = head.split(_UNIT, len(_FIELDS))
@@ -347,9 +352,10 @@ def _job(record: str, nonce: str) -> Job:
     count = max(1, whole(said["NumNodes"]))
     tasks = max(1, whole(said["NumTasks"]))
     resources, model = _share(said, count, tasks)
+    shown = said["JobArrayID"] or said["JobID"]
     return Job(
-        id=said["JobID"],
-        shown=said["JobArrayID"] or said["JobID"],
+        id=shown if _TASK.fullmatch(shown) else said["JobID"],
+        shown=shown,
         state=said["State"],
         user=said["UserName"],
         nodes=tuple(expand(said["NodeList"])),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+TOP = Path(__file__).resolve().parents[3]
 STEP = "      - {name: step, ansible.builtin.shell: 'echo {{ inventory_hostname }} >> {{ touched }}'}\n"
 VANISH = """
       - name: vanish
@@ -240,3 +241,32 @@ def test_recover_does_not_call_a_silent_node_well(play: Callable, tmp_path: Path
     )
     assert played.rc != 0
     assert "could not be looked at, so nobody knows how they are: a: " in played.output, played.output[-3000:]
+
+
+ASK = """
+- hosts: localhost
+  gather_facts: false
+  tasks:
+    - ansible.builtin.add_host: {name: login, ansible_connection: ssh, ansible_host: 127.0.0.1, ansible_port: 1}
+"""
+
+
+def test_ansible_alone_drops_who_asks_a_scheduler_that_does_not_answer(play: Callable) -> None:
+    ask = "    - {ansible.builtin.ping: , delegate_to: login, failed_when: false}\n"
+    assert "the report was written" not in play(ASK + ask + REPORT).output
+
+
+def test_the_report_is_written_though_nothing_could_be_taken_away_at_the_end(play: Callable) -> None:
+    """Nor does the run end well then: it says what to do."""
+    played = play(
+        ASK
+        + f"""
+    - ansible.builtin.set_fact: {{gpu_run: r1}}
+    - ansible.builtin.include_tasks: {TOP}/playbooks/tasks/settle.yml
+      vars: {{__settle_nodes: [], gpu_scheduler: slurm, gpu_scheduler_host: login}}
+    - ansible.builtin.debug: {{msg: "left: {{{{ gpu_settle_failed }}}}"}}
+"""
+        + REPORT
+    )
+    assert "left: ['login does not answer (gpufleet.driver.fleet_settle): " in played.output, played.output
+    assert "the report was written" in played.output

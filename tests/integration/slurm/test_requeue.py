@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from slurm_cluster import NEW, OLD, Cluster, until
@@ -92,6 +96,25 @@ def test_a_job_that_ignores_term_is_requeued_all_the_same(slurm: Cluster) -> Non
 
 
 @pytest.mark.each_release
+@pytest.mark.parametrize("fate", ["cold_start", "move"])
+def test_a_task_of_an_array_is_taken_off_its_node_alone(slurm: Cluster, fate: str) -> None:
+    """The last task has the number of the whole array, which Slurm's commands take for all its tasks."""
+    array = slurm.counter(f"array-{fate}", "--array=1-3", "--gres=gpu:4")
+    tasks = [slurm.running(f"{array}_{number}") for number in (1, 2, 3)]
+    until(lambda: slurm.text(f"array-{fate}.now"), "a step")
+    node = tasks[-1].nodes[0]
+    slurm.backend(versions=dict.fromkeys(slurm.names, OLD)).cordon([node], R1)
+    result = slurm.empty([node], R1, fate=fate)[node]
+    assert [(end.workload, end.how) for end in result.ends] == [(f"job {array}_3", "requeued")]
+    assert slurm.running(f"{array}_3").nodes[0] not in [task.nodes[0] for task in tasks]
+    others = [slurm.job(f"{array}_{number}") for number in (1, 2)]
+    assert [(job.state, job.nodes, job.admin_comment) for job in others] == [
+        ("RUNNING", t.nodes, "") for t in tasks[:2]
+    ]
+    assert [slurm.restarts(f"{array}_{number}") for number in (1, 2, 3)] == [0, 0, 1]
+
+
+@pytest.mark.each_release
 def test_a_plain_requeue_would_run_a_finished_job_again(slurm: Cluster) -> None:
     job = slurm.submit("true", "--gres=gpu:1", "--requeue", node="gpu-1")
     until(lambda: slurm.state_of(job) == "COMPLETED", "the job ends")
@@ -141,6 +164,37 @@ def test_work_held_when_a_run_died_is_let_go(slurm: Cluster, after: str) -> None
     else:
         slurm.backend().settle(R2)
         assert slurm.job(job).state == "RUNNING"
+
+
+def held(slurm: Cluster, name: str, noted: bool) -> str:
+    """A job as it is left by a run that died; ``noted`` says that nobody wrote over our note."""
+    job = slurm.counter(name)
+    slurm.running(job)
+    if noted:
+        text = slurm_jobs.with_token("", "moves", slurm_jobs.Token("run-1", "held", int(time.time())))
+        slurm.sh("scontrol", "update", f"jobid={job}", f"admincomment={text}")
+    slurm.sh("scontrol", "requeuehold", "incomplete", job)
+    until(lambda: slurm.state_of(job) == "PENDING", "it is held")
+    return job
+
+
+def test_recover_lets_go_what_a_dead_run_held_though_no_node_is_to_be_brought_back(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    ours, doubtful = held(slurm, "o", noted=True), held(slurm, "p", noted=False)
+    inventory = tmp_path / "hosts.ini"
+    inventory.write_text(f"[gpu_nodes]\na ansible_connection=local ansible_python_interpreter={sys.executable}\n")
+    settings = {
+        "gpu_scheduler": "slurm", "gpu_scheduler_options": {"slurm_conf": f"{slurm.state}/etc/slurm.conf"},
+        "ansible_become": False, "gpu_state_dir": f"{tmp_path}/state",
+    }  # fmt: skip
+    argv = ["ansible-playbook", "gpufleet.driver.recover", "-i", str(inventory), "-e", json.dumps(settings)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 0 and f"taken away: hold of job {ours} of root" in done.stdout, done.stdout
+    assert "TASK [Ask every node of the run" in done.stdout, "only who has the lock may take away what a run uses"
+    assert f"if by an upgrade that died: scontrol release {doubtful}" in done.stdout
+    slurm.running(ours)
+    assert slurm.job(doubtful).held
 
 
 def test_a_job_whose_node_is_back_at_once_waits_until_it_may_start_there(slurm: Cluster) -> None:

@@ -157,3 +157,21 @@ def test_queued_work_is_counted_by_model_with_arrays_and_without_held_jobs() -> 
     assert (queue["h100"].gpus, queue["h100"].shortest) == (14, 600.0)
     assert queue["h100"].duration == pytest.approx((10 * 600 + 4 * 1800) / 14)
     assert (queue["a100"].gpus, queue["a100"].duration) == (2, 0.0)
+
+
+HELD = replace(SAVER, state="PENDING", nodes=(), held=True, reason="job requeued in held state")
+
+
+@pytest.mark.parametrize(
+    ("job", "named"),
+    [
+        (HELD, True),
+        (noted(HELD, Token("r1", "held", 1)), False),
+        (replace(HELD, held=False, reason="BeginTime"), False),
+        (replace(HELD, reason="JobHeldUser"), False),
+        (replace(HELD, comment=""), False),
+    ],
+)
+def test_a_job_that_we_may_have_held_is_named_with_the_way_out(job: Job, named: bool) -> None:
+    said = slurm_jobs.held_by_nobody([job])
+    assert [f"scontrol release {job.shown}" in line for line in said] == [True] * named

@@ -134,7 +134,7 @@ def test_jobs(printed: Path) -> None:
     assert named.nodes == ("gpu-1",) and named.batch and named.requeue and named.limit == 1800
     assert named.ends == named.started + 1800 and named.resources == {"gpu": 1, "cpu": 1000}
     assert not fixed.requeue and fixed.resources["gpu"] == 1
-    assert task.id == "5" and task.on_node
+    assert task.id == "3_1" and array.id == "3" and task.on_node
     assert not talk.batch and talk.resources["gpu"] == 1
 
 
