@@ -17,6 +17,8 @@ class FilterModule:
             "reasons": account.reasons,
             "next_steps": account.next_steps,
             "moves": account.moves,
+            "outcomes": account.outcomes,
+            "driver_versions": account.driver_versions,
             "upgrade_lines": account.upgrade_lines,
             "return_lines": account.return_lines,
             "work_lines": account.work_lines,

@@ -118,6 +118,23 @@ def next_steps(
     return steps
 
 
+def outcomes(
+    nodes: Iterable[str], hostvars: Mapping[str, Mapping[str, Any]], only: Sequence[str] = ()
+) -> dict[str, str]:
+    """What became of nodes so far, node → outcome: of all of which something is known, or just those whose outcome is
+    one of ``only``."""
+    known = {node: str(hostvars[node]["gpu_outcome"]["name"]) for node in nodes if "gpu_outcome" in hostvars[node]}
+    return {node: outcome for node, outcome in known.items() if not only or outcome in only}
+
+
+def driver_versions(
+    nodes: Iterable[Mapping[str, Any]], hostvars: Mapping[str, Mapping[str, Any]], target: str
+) -> dict[str, str | None]:
+    """The driver on each node now: as it was found (``gpu_node``), or ``target`` once the node is upgraded."""
+    found = {str(node["name"]): node["loaded"] for node in nodes}
+    return {**found, **dict.fromkeys(outcomes(found, hostvars, ["upgraded"]), target)}
+
+
 def upgrade_lines(
     nodes: Iterable[Mapping[str, Any]],
     hostvars: Mapping[str, Mapping[str, Any]],

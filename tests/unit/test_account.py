@@ -371,3 +371,15 @@ def test_work_that_goes_home_is_told_of_the_node_it_leaves() -> None:
     hostvars = {"g1": {"__evacuate_guests": {"workloads": [{**MOVED, "to": "g0"}]}}}
     (row,) = account.moves(account.upgrade_lines([found("g1")], hostvars, PLAN, "2"))
     assert (row["origin"], row["to"], row["still"]) == ("g1", "g0", "4 s")
+
+
+def test_what_became_of_nodes_and_which_driver_they_have() -> None:
+    hostvars: dict[str, dict[str, Any]] = {
+        "a": {"gpu_outcome": {"name": "upgraded"}},
+        "b": {"gpu_outcome": {"name": "rolled_back"}},
+        "c": {},
+    }
+    assert account.outcomes("abc", hostvars) == {"a": "upgraded", "b": "rolled_back"}
+    assert account.outcomes("abc", hostvars, ["rolled_back", "lost"]) == {"b": "rolled_back"}
+    nodes = [{"name": name, "loaded": loaded} for name, loaded in (("a", "535.1"), ("b", "535.2"), ("c", None))]
+    assert account.driver_versions(nodes, hostvars, "550.1") == {"a": "550.1", "b": "535.2", "c": None}
