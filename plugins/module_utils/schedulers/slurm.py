@@ -382,7 +382,7 @@ class Slurm(Scheduler):
         return done + self._jobs.settle(check)
 
     def doubtful(self) -> list[str]:
-        return slurm_jobs.held_by_nobody(self._slurm.jobs())
+        return slurm_jobs.held_by_nobody(self._slurm.jobs_with_requeued_tasks())
 
 
 def with_options(run: Runner, options: Mapping[str, Any]) -> Slurm:

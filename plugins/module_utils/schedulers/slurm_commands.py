@@ -28,6 +28,9 @@ _AT_ONCE = 8
 _MOST_NAMES = 1000
 _ALIEN = ("SLURM_", "SQUEUE_", "SRUN_", "SCONTROL_")
 _NEEDED = ("SLURM_CONF", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK")
+_BEFORE_IT_REPEATS = 4.0
+"""Seconds. Told to signal a task of an array with waiting tasks, slurmctld does so and says that it could not, so that
+scancel tries again, for the first time after five seconds, and ten times in all."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -64,9 +67,24 @@ class Commands:
         return {name: found[name] for name in wanted if name in found} if wanted else found
 
     def jobs(self) -> list[slurm_text.Job]:
-        """Every job that has not finished."""
+        """Every job that has not finished; the waiting tasks of an array are one, also those that were requeued."""
+        return self._jobs()
+
+    def jobs_with_requeued_tasks(self) -> list[slurm_text.Job]:
+        """As :meth:`jobs`, and besides each waiting task of an array that was requeued held or bears a note by itself:
+        squeue hides it behind the tasks that never ran."""
+        found = self._jobs()
+        if any(job.folded for job in found):
+            nonce = secrets.token_hex(8)
+            words = ["--array", "--states=PENDING", "--Format", slurm_text.requeued_format(nonce)]
+            names = slurm_text.requeued_tasks(self._read(["squeue", "--noheader", "--all", *words]), nonce)
+            for start in range(0, len(names), _MOST_NAMES):
+                found += self._jobs(f"--jobs={','.join(names[start : start + _MOST_NAMES])}")
+        return found
+
+    def _jobs(self, *words: str) -> list[slurm_text.Job]:
         nonce = secrets.token_hex(8)
-        text = self._read(["squeue", "--noheader", "--all", "--Format", slurm_text.job_format(nonce)])
+        text = self._read(["squeue", "--noheader", "--all", *words, "--Format", slurm_text.job_format(nonce)])
         try:
             return slurm_text.jobs(text, nonce)
         except ValueError as exc:
@@ -84,10 +102,11 @@ class Commands:
         :raises SchedulerError: if it does not come back.
         """
         self._wait()
-        said = self.start(list(words), self.timeout)
+        timeout = min(self.timeout, _BEFORE_IT_REPEATS) if words[0] == "scancel" else self.timeout
+        said = self.start(list(words), timeout)
         if not said.ok and not self._answers():
             self._wait()
-            said = self.start(list(words), self.timeout)
+            said = self.start(list(words), timeout)
         return said
 
     def update_nodes(self, names: Sequence[str], *words: str) -> Completed:

@@ -113,7 +113,7 @@ class Evacuation:
         watch = _Watch(names)
         end = self._clock() + patience
         while True:
-            nodes, jobs = self._slurm.nodes(names), self._slurm.jobs()
+            nodes, jobs = self._slurm.nodes(names), self._slurm.jobs_with_requeued_tasks()
             if check:
                 return self._foretold(names, jobs, wanted, mark, deadline)
             self._look_round(watch, nodes, jobs, wanted, mark, deadline)
@@ -211,7 +211,11 @@ class Evacuation:
         """Make the jobs in the queue that bear a note of ours as they were; what was done."""
         end = self._clock() + self._slurm.timeout
         while True:
-            noted = [(job, found) for job in self._slurm.jobs() if (found := slurm_jobs.token(job.admin_comment))]
+            noted = [
+                (job, found)
+                for job in self._slurm.jobs_with_requeued_tasks()
+                if (found := slurm_jobs.token(job.admin_comment))
+            ]
             # one that we hold comes to the queue only when it has ended on its node
             coming = any(job.on_node and found.step == "held" and job.held for job, found in noted)
             if check or not coming or self._clock() >= end:
@@ -314,7 +318,7 @@ class Evacuation:
         """Before ``names`` go back to work: no job in the queue may come to a node that it was taken off just now."""
         noted = [
             (job, found)
-            for job in self._slurm.jobs()
+            for job in self._slurm.jobs_with_requeued_tasks()
             if job.state == "PENDING" and (found := slurm_jobs.token(job.admin_comment))
         ]
         near = [(job, found) for job, found in noted if set(found.off.split(",")) & set(names)]

@@ -24,6 +24,7 @@ from functools import lru_cache
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_text import (
+    REQUEUED_HELD,
     Job,
     Node,
     Reservation,
@@ -130,9 +131,6 @@ def with_token(admin_comment: str, message: str, noted: Token) -> str:
     return f"{others} | {text}" if others else text
 
 
-_REQUEUED_HELD = "job requeued in held state"
-"""The reason that ``scontrol requeuehold`` gives a job, also after a restart of slurmctld."""
-
 _SIMPLE = re.compile(r"[\w.:-]+(?:&[\w.:-]+)*")
 
 
@@ -235,7 +233,7 @@ def held_by_nobody(jobs: Iterable[Job]) -> list[str]:
         for job in jobs
         if job.state == "PENDING"
         and job.held
-        and job.reason == _REQUEUED_HELD
+        and job.reason == REQUEUED_HELD
         and declared(job.comment).saved
         and not token(job.admin_comment)
     ]

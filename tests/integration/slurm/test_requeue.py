@@ -115,6 +115,30 @@ def test_a_task_of_an_array_is_taken_off_its_node_alone(slurm: Cluster, fate: st
 
 
 @pytest.mark.each_release
+@pytest.mark.parametrize("fate", ["cold_start", "move"])
+def test_tasks_of_an_array_with_tasks_that_wait(slurm: Cluster, fate: str) -> None:
+    """squeue hides those that we requeued behind those that never ran, and scancel signals ten times in 95 seconds."""
+    saved = slurm.state / "jobs" / f"many-{fate}"
+    script = f"trap 'echo $SLURM_ARRAY_TASK_ID >>{saved}.log; cp {saved}.log {saved}' USR1; while :; do sleep 0.1; done"
+    comment = f"--comment=gpufleet.signal=USR1 gpufleet.saved={saved}"
+    array = slurm.submit(script, comment, "--gres=gpu:1", "--requeue", "--array=1-9%2", node="gpu-1")
+    for number in (1, 2):
+        slurm.running(f"{array}_{number}")
+    time.sleep(0.5)  # until the scripts have set their traps
+    slurm.backend(versions=dict.fromkeys(slurm.names, OLD)).cordon(["gpu-1"], R1)
+    result = slurm.empty(["gpu-1"], R1, fate=fate)["gpu-1"]
+    assert {(end.workload, end.how) for end in result.ends} == {(f"job {array}_{n}", "requeued") for n in (1, 2)}
+    assert sorted(slurm.text(f"many-{fate}.log").split()) == ["1", "2"], "each is signalled once"
+    waiting = {job.shown: job for job in slurm.commands.jobs_with_requeued_tasks()}
+    for number in (1, 2):
+        job = waiting[f"{array}_{number}"]
+        assert not job.held and job.reason != "BeginTime"
+        assert job.constraint == (f"driver-{OLD}" if fate == "move" else "")
+    assert len(slurm.backend().settle(R1)) == 2
+    assert not any(job.constraint or job.admin_comment for job in slurm.commands.jobs_with_requeued_tasks())
+
+
+@pytest.mark.each_release
 def test_a_plain_requeue_would_run_a_finished_job_again(slurm: Cluster) -> None:
     job = slurm.submit("true", "--gres=gpu:1", "--requeue", node="gpu-1")
     until(lambda: slurm.state_of(job) == "COMPLETED", "the job ends")
