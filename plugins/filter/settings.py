@@ -14,6 +14,6 @@ class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
             "settings_of_roles": settings.of_roles,
-            "senseless_settings": settings.senseless,
+            "wrong_settings": settings.wrong,
             "misspelt": settings.misspelt,
         }

@@ -272,19 +272,19 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as exc:
         raise JournalError(
             f"{path} is damaged ({exc}); what the node was like before the upgrade is recorded only there. "
-            f"Look at it, set the node right by hand, then move the file away"
+            f"Look at it, set the node right by hand, then: mv {path} {path}.bad"
         ) from exc
     found = content.get("schema") if isinstance(content, dict) else type(content).__name__
     if found != SCHEMA:
         raise JournalError(
             f"{path} has schema {found!r}, this release reads {SCHEMA}; "
-            f"finish the run with the release that began it, or move the file away"
+            f"finish the run with the release that began it, or move it away: mv {path} {path}.bad"
         )
     odd = [key for key, types in _SHAPE.items() if not isinstance(content.get(key, 0), types)]
     if odd:
         raise JournalError(
             f"{path} has no usable {', '.join(odd)}, so something else has written it; "
-            f"look at it, set the node right by hand, then move the file away"
+            f"look at it, set the node right by hand, then: mv {path} {path}.bad"
         )
     return content
 

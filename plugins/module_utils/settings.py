@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+
 _OF_TYPE = ("type", "elements", "choices", "options", "required_one_of")
 """What of an option is checked before anything is touched; whether it is required is for its role to say."""
 
@@ -28,19 +30,26 @@ def of_roles(specs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def senseless(numbers: Mapping[str, Any], state_dir: str, node: str) -> list[str]:
-    """What has the right type and yet no sense, a sentence each.
+def wrong(values: Mapping[str, Any], spec: Mapping[str, Any], node: str) -> list[str]:
+    """What of the settings has the wrong type, or the right one and yet no sense; a sentence each.
 
-    :param numbers: the settings that are counts or seconds, by name; empty if one is not set
+    :param values: those that are set, by name
+    :param spec: their argument spec, as of :func:`of_roles`
     :param node: the name the inventory has for the node
     """
-    found = []
+    checked = ArgumentSpecValidator({name: dict(spec[name]) for name in values}).validate(dict(values))
+    found = list(checked.error_messages)
     if not _PLAIN.match(node):
         found.append(
             f"the inventory calls it '{node}', which a command line would misread; "
             f"expected letters, digits, _ . : and -, not - at the beginning"
         )
-    found += [f"{name} is {value}, expected 0 or more" for name, value in numbers.items() if float(value or 0) < 0]
+    found += [
+        f"{name} is {value}, expected 0 or more"
+        for name, value in checked.validated_parameters.items()
+        if isinstance(value, (int, float)) and value < 0
+    ]
+    state_dir = str(values.get("gpu_state_dir") or "/")
     if not state_dir.startswith("/"):
         found.append(f"gpu_state_dir is '{state_dir}', expected an absolute path")
     return found

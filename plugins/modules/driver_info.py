@@ -160,6 +160,7 @@ driver_info:
       description:
         - The journal of the node's upgrade. See M(gpufleet.driver.node_journal).
         - C(at_work) says whether a module that changes the node is at work right now.
+        - If it cannot be read there is only C(error), what is wrong with it and what to do.
       type: dict
       returned: always
     findings:
@@ -193,8 +194,12 @@ def main() -> None:
     p = module.params
     try:
         journal = {**Journal.open(p["state_dir"], read_only=True).as_dict(), "at_work": at_work(p["state_dir"])}
+    except JournalError as exc:
+        # what the driver is like is not to be hidden by it
+        journal = {"error": str(exc)}
+    try:
         installed = detect.detect(run=execution.run).as_dict() if "packages" in p["gather"] else None
-    except (JournalError, SourceError) as exc:
+    except SourceError as exc:
         module.fail_json(msg=str(exc))
     result = facts.observe(
         execution.run,

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ansible_collections.gpufleet.driver.plugins.module_utils import settings
+
 TOP = Path(__file__).resolve().parents[2]
 ROLES = sorted(path.name for path in (TOP / "roles").iterdir() if path.is_dir())
 SHARED_FACTS = {"gpu_node", "gpu_plan", "gpu_plan_forecast", "gpu_outcome", "gpu_hosts"}
@@ -54,6 +56,23 @@ def test_every_module_that_needs_a_connection_is_routed_to_the_action_that_makes
     planning = {"upgrade_gate", "upgrade_plan", "upgrade_forecast", "workload_placement"}
     modules = {path.stem for path in (TOP / "plugins/modules").glob("*.py")}
     assert routed == modules - planning
+
+
+def test_numbers_and_truths_given_on_the_command_line_are_converted() -> None:
+    """``-e name=5`` gives a text, and a role's check of its settings does not convert it."""
+    convert = re.compile(r"( \| default\(.*?\))? \| (int|float|bool)\b")
+    alone = re.compile(r"( \| default\(.*\))? }}")
+    wrong = []
+    options = settings.of_roles(load(path) for path in TOP.glob("roles/*/meta/argument_specs.yml"))
+    options |= load(TOP / "playbooks/tasks/settings.yml")[0]["vars"]["__settings_of_playbooks"]
+    typed = "|".join(name for name, option in options.items() if option["type"] in ("int", "float", "bool"))
+    for path in (*TOP.glob("roles/*/tasks/*.yml"), *TOP.glob("playbooks/**/*.yml")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for found in re.finditer(rf"(?<![\w.'-])({typed})(?![\w=:])", line.partition(" # ")[0].partition("#  ")[0]):
+                before, after = line[: found.start()], line[found.end() :]
+                if not convert.match(after) and not (before.endswith("{{ ") and alone.match(after)):
+                    wrong.append(f"{path.relative_to(TOP)}:{number}: {found.group()}")
+    assert wrong == []
 
 
 def test_action_groups_are_what_the_modules_say() -> None:

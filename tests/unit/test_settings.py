@@ -21,29 +21,42 @@ def test_settings_of_roles_are_their_options_without_defaults() -> None:
     assert not [name for name, option in found.items() if "default" in option or "required" in option]
 
 
+SPEC = {
+    "gpu_lock_ttl": {"type": "int"},
+    "gpu_batch_seconds": {"type": "float"},
+    "gpu_state_dir": {"type": "path"},
+    "gpu_driver_reboot": {"type": "str", "choices": ["auto", "never"]},
+    "gpu_workloads": {"type": "list", "elements": "dict", "options": {"name": {"type": "str"}}},
+}
+
+
 @pytest.mark.parametrize(
-    ("numbers", "state_dir", "expected"),
+    ("values", "told"),
     [
-        ({}, "/", []),
-        ({"gpu_lock_ttl": ""}, "/", []),
-        ({"gpu_lock_ttl": 0, "gpu_batch_seconds": "1.5"}, "/var", []),
-        ({"gpu_lock_ttl": "-1"}, "/", ["gpu_lock_ttl is -1, expected 0 or more"]),
-        ({"gpu_batch_seconds": -0.5}, "/", ["gpu_batch_seconds is -0.5, expected 0 or more"]),
-        ({}, "var", ["gpu_state_dir is 'var', expected an absolute path"]),
+        ({}, []),
+        ({"gpu_lock_ttl": None, "gpu_workloads": None}, []),
+        ({"gpu_lock_ttl": 0, "gpu_batch_seconds": "1.5", "gpu_state_dir": "/var"}, []),
+        ({"gpu_lock_ttl": ""}, ["gpu_lock_ttl"]),
+        ({"gpu_lock_ttl": "-1"}, ["gpu_lock_ttl is -1, expected 0 or more"]),
+        ({"gpu_batch_seconds": -0.5}, ["gpu_batch_seconds is -0.5, expected 0 or more"]),
+        ({"gpu_state_dir": "var"}, ["gpu_state_dir is 'var', expected an absolute path"]),
+        ({"gpu_driver_reboot": "perhaps", "gpu_lock_ttl": -1}, ["gpu_driver_reboot", "gpu_lock_ttl is -1"]),
+        ({"gpu_workloads": [{"nmae": "x"}]}, ["gpu_workloads.nmae"]),
     ],
 )
-def test_senseless_settings(numbers: dict[str, Any], state_dir: str, expected: list[str]) -> None:
-    assert settings.senseless(numbers, state_dir, "gpu-1") == expected
+def test_wrong_settings(values: dict[str, Any], told: list[str]) -> None:
+    said = settings.wrong(values, SPEC, "gpu-1")
+    assert [text in one for text, one in zip(told, said, strict=True)] == [True] * len(told)
 
 
 @pytest.mark.parametrize("node", ["gpu-1", "10.0.0.1", "fd00::1", "GPU_1.example"])
 def test_names_that_a_command_line_takes(node: str) -> None:
-    assert settings.senseless({}, "/", node) == []
+    assert settings.wrong({}, {}, node) == []
 
 
 @pytest.mark.parametrize("node", ["-gpu", "gpu 1", "gpu;1", "", "gpu-1\n"])
 def test_names_that_a_command_line_would_misread(node: str) -> None:
-    (said,) = settings.senseless({}, "/", node)
+    (said,) = settings.wrong({}, {}, node)
     assert f"the inventory calls it '{node}'" in said
 
 
