@@ -48,6 +48,7 @@ options:
   snapshot:
     description:
       - A snapshot of the fleet with its workloads, as a dictionary, or the path of a JSON file that holds one.
+      - Its form is described in C(docs/snapshot.md) of this collection.
       - Give this or O(nodes).
     type: raw
   canary:
@@ -100,7 +101,7 @@ options:
   windows:
     description:
       - Maintenance windows. A batch starts only if it can finish inside one.
-      - Each has C(start) and C(end) as C(HH:MM), and may have C(days) (a list such as V(sat)) and C(tz).
+      - Each has C(start) and C(end) as C("HH:MM"), and may have C(days) (a list such as V([sat, sun])) and C(tz).
     type: list
     elements: dict
     default: []

@@ -4,7 +4,7 @@
 """The words of the planner as immutable values, and their versioned JSON form: the *snapshot* of a fleet.
 
 A snapshot is what a scheduler and the hosts said at one instant; the planner reads nothing else. Units: seconds, whole
-GPUs, CPU in thousandths of a core, memory in bytes. ``docs`` of the module ``upgrade_plan`` describe every field.
+GPUs, CPU in thousandths of a core, memory in bytes. docs/snapshot.md describes every field.
 
 Private to this collection: may change in any release.
 """
@@ -194,12 +194,26 @@ def read(path: str) -> Snapshot:
 
     :raises BadSnapshot: if it is not JSON of the expected form; OSError if it cannot be read.
     """
-    with open(path, encoding="utf-8") as stream:
+    try:
+        return parse(load(path))
+    except NotJson as exc:
+        raise BadSnapshot(path, str(exc)) from exc
+
+
+class NotJson(ValueError):
+    """A file that cannot be read as JSON; the text says why."""
+
+
+def load(path: str) -> Any:
+    """Decoded JSON of a file, with or without a byte order mark.
+
+    :raises NotJson: if it is none; OSError if it cannot be read.
+    """
+    with open(path, encoding="utf-8-sig") as stream:
         try:
-            data = json.load(stream)
-        except ValueError as exc:
-            raise BadSnapshot(path, f"is not JSON: {exc}") from exc
-    return parse(data)
+            return json.load(stream)
+        except (ValueError, RecursionError) as exc:
+            raise NotJson(f"is not JSON: {exc}") from exc
 
 
 @uncollected()
@@ -208,7 +222,7 @@ def parse(data: Any) -> Snapshot:
 
     :raises BadSnapshot: with the path of the first field that is missing, unknown, of the wrong type or contradictory.
     """
-    table = _fields(data, "snapshot", _SNAPSHOT)
+    table = _fields(data, "snapshot", SNAPSHOT_FIELDS)
     if table.pop("format", FORMAT) != FORMAT:
         raise BadSnapshot("format", f"expected {FORMAT!r}")
     if table.pop("version", None) != VERSION:
@@ -217,10 +231,10 @@ def parse(data: Any) -> Snapshot:
     interned: dict[Facts, Facts] = {}
     names = {name: _facts(value, interned, f"keys.{name}") for name, value in keys.items()}
     nodes = tuple(
-        _made(Node, _NODE, item, "nodes", index, names, interned) for index, item in enumerate(table["nodes"])
+        _made(Node, NODE_FIELDS, item, "nodes", index, names, interned) for index, item in enumerate(table["nodes"])
     )
     workloads = tuple(
-        _made(Workload, _WORKLOAD, item, "workloads", index, names, interned)
+        _made(Workload, WORKLOAD_FIELDS, item, "workloads", index, names, interned)
         for index, item in enumerate(table.get("workloads", ()))
     )
     snapshot = Snapshot(**{**table, "nodes": nodes, "workloads": workloads})
@@ -425,7 +439,10 @@ def _member(value: Any) -> Member:
 
 
 def _durations(value: Any) -> Durations:
-    return Durations(**_part(value, {each.name: _amount for each in fields(Durations)}))
+    durations = Durations(**_part(value, {each.name: _amount for each in fields(Durations)}))
+    if not durations.evacuate + durations.swap:
+        raise _Wrong("an upgrade that takes no time cannot be planned; give at least install")
+    return durations
 
 
 def _demand(value: Any) -> Demand:
@@ -451,7 +468,7 @@ def _same(value: Any) -> Any:
 
 _Converters = Mapping[str, Callable[[Any], Any]]
 
-_NODE: _Converters = {
+NODE_FIELDS: _Converters = {
     "name": _text,
     "gpu_model": _text_or_null,
     "gpus": _whole,
@@ -467,7 +484,7 @@ _NODE: _Converters = {
     "skip": _text_or_null,
     "unfinished": _flag,
 }
-_WORKLOAD: _Converters = {
+WORKLOAD_FIELDS: _Converters = {
     "name": _text,
     "members": _members,
     "kind": _text,
@@ -488,7 +505,7 @@ _WORKLOAD: _Converters = {
     "together": _text_or_null,
     "spread": _text_or_null,
 }
-_SNAPSHOT: _Converters = {
+SNAPSHOT_FIELDS: _Converters = {
     "format": _text,
     "version": _whole,
     "taken_at": _text_or_null,

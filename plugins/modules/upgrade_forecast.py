@@ -46,7 +46,7 @@ options:
     type: float
     default: 86400
   runs:
-    description: How many runs make up the forecast.
+    description: How many runs make up the forecast, from V(1) to V(1000).
     type: int
     default: 20
   failure:

@@ -59,7 +59,7 @@ options:
   review:
     description:
       - RV(gpufleet.driver.upgrade_plan#module:review), so whether the plan still holds for the fleet as it is now. Read
-        are C(safe) and C(reasons).
+        are C(safe) and C(reasons). The gate is closed unless C(safe) is V(true).
     type: dict
   run_id:
     description: Identifies the run, for O(lock_keepers).
@@ -124,7 +124,12 @@ from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import decide, lock_objections
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import (
+    check,
+    decide,
+    doubts_of,
+    lock_objections,
+)
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy, Window
 
 
@@ -146,14 +151,12 @@ def main() -> None:
         supports_check_mode=True,
     )
     options = module.params
-    stop_file, review = options["stop_file"], options["review"]
+    stop_file = options["stop_file"]
     try:
+        check(options)
         windows = [Window.of(window) for window in options["windows"]]
     except BadPolicy as exc:
-        module.fail_json(msg=str(exc))
-    doubts = (
-        list(map(str, review.get("reasons") or ["it does not say why"])) if review and not review.get("safe") else []
-    )
+        module.fail_json(msg=f"No batch may start, since nothing can be decided: {exc}")
     gate = decide(
         options["outcomes"],
         options["lost"],
@@ -163,7 +166,7 @@ def main() -> None:
         windows=windows,
         batch_seconds=options["batch_seconds"],
         stop_requested=stop_file if stop_file and Path(stop_file).exists() else None,
-        doubts=doubts,
+        doubts=doubts_of(options["review"]),
         objections=lock_objections(options["run_id"], options["lock_keepers"], options["lock_answers"]),
     )
     module.exit_json(changed=False, open=gate.open, failed_nodes=list(gate.failed), reasons=list(gate.reasons))

@@ -202,11 +202,14 @@ def main() -> None:
         module.fail_json(msg="\n".join(table.impossible(plan)), **result)
     changed = False
     if given["dest"]:
-        text = json.dumps(result["plan"], indent=1) + "\n"
+        text = (json.dumps(result["plan"], indent=1) + "\n").encode()
         path = Path(given["dest"])
-        changed = not path.exists() or path.read_text(encoding="utf-8") != text
-        if changed and not module.check_mode:
-            path.write_text(text, encoding="utf-8")
+        try:
+            changed = not path.exists() or path.read_bytes() != text
+            if changed and not module.check_mode:
+                path.write_bytes(text)
+        except OSError as exc:
+            module.fail_json(msg=f"The plan cannot be written: {exc}", **result)
     module.exit_json(changed=changed, **result)
 
 

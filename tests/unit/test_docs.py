@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning import plan, policy
+
 TOP = Path(__file__).resolve().parents[2]
-DOCUMENTS = [TOP / "README.md", TOP / "docs/awx.md"]
+DOCUMENTS = [TOP / "README.md", TOP / "docs/awx.md", TOP / "docs/snapshot.md"]
 
 
 def settings() -> set[str]:
@@ -27,12 +31,26 @@ def settings() -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_variable_and_playbook_exists(document: Path) -> None:
     text = document.read_text()
-    names_of_others = {"gpu_nodes", "gpu_settings", "gpu_services", "gpu_operator"}
+    names_of_others = {"gpu_nodes", "gpu_settings", "gpu_services", "gpu_operator", "gpu_memory", "gpu_model"}
     told = set(re.findall(r"\bgpu_[a-z_]+\b", text)) - names_of_others
     assert told - settings() == set()
     playbooks = set(re.findall(r"ansible-playbook gpufleet\.driver\.([a-z_]+)", text))
     playbooks |= set(re.findall(r"\b([a-z]+)\.yml`", text)) - {"inventory"}
     assert {name for name in playbooks if not (TOP / f"playbooks/{name}.yml").exists()} == set()
+
+
+def test_the_snapshot_that_is_shown_can_be_planned_with_and_every_field_is_told() -> None:
+    text = (TOP / "docs/snapshot.md").read_text()
+    (shown,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    made = plan.make(fleet.parse(json.loads(shown)), policy.Policy("580.95.05"))
+    assert set(made.order) | dict(made.skipped).keys() | dict(made.blocked).keys() == {f"gpu-{n}" for n in range(1, 6)}
+    assert made.order and not made.blocked
+    parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:4]
+    for part, known in zip(parts, (fleet.SNAPSHOT_FIELDS, fleet.NODE_FIELDS, fleet.WORKLOAD_FIELDS), strict=True):
+        told = {
+            name for row in re.findall(r"^\| (`.*?) \|", part, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+        }
+        assert told == set(known)
 
 
 def test_the_workflow_for_awx_hangs_together() -> None:

@@ -43,6 +43,7 @@ from .schedule import BLOCKED, COLD, MOVE, WAIT, play
 
 PEERS = ("operator", "drain_and_wait", "all_at_once")
 CAUSES = ("moves", "cold_starts", "no_room", "idle")
+_MOST_RUNS = 1000
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,10 @@ def beside(
 
     :raises BadPolicy: if there is nothing to forecast: the plan is impossible, or does not fit the fleet.
     """
-    if chances.runs < 1 or not 0 <= chances.failure <= 1:
-        raise BadPolicy("runs must be 1 or more, and failure a chance from 0 to 1")
+    if not 1 <= chances.runs <= _MOST_RUNS or not 0 <= chances.failure <= 1:
+        raise BadPolicy(f"runs must be from 1 to {_MOST_RUNS}, and failure a chance from 0 to 1")
+    if parallel < 0 or not 0 <= drain_deadline < inf:
+        raise BadPolicy("peer_parallel and drain_deadline must be 0 or more")
     plan = make(snapshot, policy) if earlier is None else review(earlier, snapshot, policy)[0]
     if plan.impossible:
         raise BadPolicy("; ".join(f"{node}: {reason}" for node, reason in plan.blocked[:5]))

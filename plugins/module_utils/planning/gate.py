@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from math import inf
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from .policy import Window, next_window
+from .policy import BadPolicy, Window, next_window
 
 GOOD = frozenset({"upgraded", "already"})
 """Outcomes that count as success; every other outcome counts against the budget."""
@@ -78,6 +79,30 @@ def decide(
         reasons.append(f"the plan no longer holds, run again to plan anew: {'; '.join(doubts)}")
     reasons.extend(objections)
     return Gate(not reasons, failed, tuple(reasons))
+
+
+def doubts_of(review: Mapping[str, Any] | None) -> list[str]:
+    """Why the plan no longer holds, of the review by ``upgrade_plan``; anything but a clear yes is a doubt."""
+    if review is None or review.get("safe") is True:
+        return []
+    reasons = review.get("reasons") or "its review does not say that it does"
+    return [reasons] if isinstance(reasons, str) else [str(reason) for reason in reasons]
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Refuse numbers and answers with which nothing can be decided.
+
+    :raises BadPolicy: naming the option.
+    """
+    for name in ("not_after", "batch_seconds", "max_failed"):
+        if not 0 <= options[name] < inf:
+            raise BadPolicy(f"{name} {options[name]} is not a number of 0 or more")
+    for node, outcome in options["outcomes"].items():
+        if not isinstance(outcome, str):
+            raise BadPolicy(f"outcomes.{node} {outcome!r} is no outcome, such as upgraded")
+    for node, answer in options["lock_answers"].items():
+        if not isinstance(answer, Mapping) or not isinstance(answer.get("lock") or {}, Mapping):
+            raise BadPolicy(f"lock_answers.{node} {answer!r} is no result of fleet_lock")
 
 
 def _closed(windows: Sequence[Window], now: float, batch_seconds: float) -> list[str]:

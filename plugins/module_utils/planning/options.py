@@ -8,15 +8,14 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from ..fleet import BadSnapshot, Node, Snapshot, check, parse, read
+from ..fleet import BadSnapshot, Node, NotJson, Snapshot, check, load, parse, read
 from ..version import DriverVersion
 from .compatibility import NAMES as FIELD_NAMES
-from .policy import BadPolicy, Policy, Window, canary_of
+from .policy import KEPT_TOGETHER, BadPolicy, Policy, Window, canary_of, whole
 
 ARGUMENTS: dict[str, Any] = {
     "version": {"type": "str", "required": True},
@@ -38,7 +37,7 @@ ARGUMENTS: dict[str, Any] = {
     "batch_size": {"type": "raw", "default": "20%"},
     "growth": {"type": "float", "default": 1},
     "max_unavailable": {"type": "raw"},
-    "keep_together": {"type": "list", "elements": "str", "default": ["nvlink", "imex"]},
+    "keep_together": {"type": "list", "elements": "str", "default": list(KEPT_TOGETHER)},
     "max_per_domain": {"type": "dict", "default": {}},
     "reserve": {"type": "list", "elements": "str", "default": []},
     "max_wait": {"type": "float", "default": 7200},
@@ -59,7 +58,11 @@ def snapshot_of(options: Mapping[str, Any]) -> Snapshot:
     """
     given = options.get("snapshot")
     if given is not None:
-        return parse(given) if isinstance(given, Mapping) else read(str(given))
+        if isinstance(given, Mapping):
+            return parse(given)
+        if not isinstance(given, str) or given.lstrip()[:1] in ("", "[", "{"):
+            raise BadSnapshot("snapshot", "is neither a dictionary nor the path of a file")
+        return read(given)
     snapshot = Snapshot(nodes=tuple(_plain_node(item, index) for index, item in enumerate(options["nodes"])))
     check(snapshot)
     return snapshot
@@ -119,11 +122,10 @@ def earlier_of(value: Any) -> Mapping[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        with open(str(value), encoding="utf-8") as stream:
-            try:
-                value = json.load(stream)
-            except ValueError as exc:
-                raise BadPolicy(f"{value} is not JSON: {exc}") from exc
+        try:
+            value = load(str(value))
+        except NotJson as exc:
+            raise BadPolicy(f"{value} {exc}") from exc
     if not isinstance(value, Mapping):
         raise BadPolicy("the earlier plan is not an object")
     inner = value.get("plan", value)
@@ -131,7 +133,7 @@ def earlier_of(value: Any) -> Mapping[str, Any] | None:
 
 
 def _positive(what: str, value: Any) -> int:
-    if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
+    if isinstance(value, bool) or whole(str(value)) is None or int(value) < 1:
         raise BadPolicy(f"{what} {value!r} is not a number of nodes of 1 or more")
     return int(value)
 
@@ -155,6 +157,8 @@ def _moment(text: str | None) -> float | None:
         raise BadPolicy(f"now {text!r} is not a time such as 2026-03-01T22:00:00+01:00") from exc
     if moment.tzinfo is None:
         raise BadPolicy(f"now {text!r} has no time zone: append Z for UTC")
+    if not 1970 < moment.year < 9000:
+        raise BadPolicy(f"now {text!r} is a time for which no window can be found")
     return moment.timestamp()
 
 

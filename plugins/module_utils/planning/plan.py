@@ -17,10 +17,11 @@ from math import inf
 from typing import Any, NamedTuple
 
 from ..fleet import MOVE, PROTECT, RESTART, WAIT, Snapshot, uncollected
+from ..version import DriverVersion, find
 from .model import Item, Model, skip_reason, without
 from .order import Arrangement, arrange, extended, spare
 from .placement import Rooms
-from .policy import BadPolicy, Policy
+from .policy import KEPT_TOGETHER, BadPolicy, Policy
 from .schedule import BLOCKED, COLD, STAY, Fate, Played
 
 CANARY = "canary"
@@ -230,7 +231,7 @@ def finished(
         blocked=tuple((node.name, blocked[node.name]) for node in model.nodes if node.name in blocked),
         lost=causes,
         finish=played.finish,
-        notes=tuple(_notes(model, made, blocked)),
+        notes=(*_odd(model, policy), *_notes(model, made, blocked)),
     )
 
 
@@ -268,6 +269,31 @@ def described(model: Model, batches: Sequence[Sequence[int]], played: Played, ha
 
 def _move_reason(model: Model, fate: Fate) -> str:
     return f"pauses {model.items[fate.item].pause:.0f} s, same driver there"
+
+
+def _odd(model: Model, policy: Policy) -> list[str]:
+    """What may be a typing error: names in the policy that nothing in the fleet has, and an older driver."""
+    kinds = {kind for node in model.nodes for kind in node.domains}
+    models = {node.gpu_model for node in model.nodes}
+    named_by = (
+        ("keep_together", set(policy.keep_together) - set(KEPT_TOGETHER), kinds, "domain of the kind"),
+        ("max_per_domain", {kind for kind, dummy in policy.max_per_domain}, kinds, "domain of the kind"),
+        ("max_pending", {name for name, dummy in policy.max_pending}, models, "GPU model"),
+        ("gpu_models", set(policy.gpu_models), models, "GPU model"),
+        ("unsupported_gpu_models", set(policy.unsupported), models, "GPU model"),
+    )
+    notes = [
+        f"{option} names the {what} {name}, which no node has"
+        for option, names, known, what in named_by
+        for name in sorted(names - known)
+    ]
+    target = DriverVersion.parse(policy.version)
+    newer = [
+        node for node in map(model.nodes.__getitem__, model.moving) if (find(node.loaded or "") or target) > target
+    ]
+    if newer:
+        notes.append(f"{len(newer)} of the nodes go back to an older driver, {newer[0].name} from {newer[0].loaded}")
+    return notes
 
 
 def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str]) -> list[str]:

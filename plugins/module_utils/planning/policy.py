@@ -20,11 +20,16 @@ Size = Union[int, str]
 """A number of nodes, or a percentage of the nodes that will be upgraded such as ``25%``."""
 
 
+KEPT_TOGETHER = ("nvlink", "imex")
+"""Kinds of domain that are not split between two drivers unless that is allowed."""
+
+
 class BadPolicy(ValueError):
     """A policy that contradicts itself or the fleet; the text says what and what to change."""
 
 
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_FULL_DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,13 @@ class Window:
         known = {"start", "end", "tz", "days"}
         if set(given) - known or not {"start", "end"} <= set(given):
             raise BadPolicy(f"window {dict(given)!r} needs start and end, and may have tz and days")
-        days = tuple(str(day).lower()[:3] for day in given.get("days") or _DAYS)
-        window = cls(str(given["start"]), str(given["end"]), str(given.get("tz") or "UTC"), days)
-        for day in days:
-            if day not in _DAYS:
-                raise BadPolicy(f"window day {day!r} is none of {', '.join(_DAYS)}")
+        window = cls(str(given["start"]), str(given["end"]), str(given.get("tz") or "UTC"), _days(given.get("days")))
         for text in (window.start, window.end):
-            if not re.fullmatch(r"([01]\d|2[0-3]):[0-5]\d", text):
-                raise BadPolicy(f"window time {text!r} is not HH:MM")
+            if not re.fullmatch(r"([01][0-9]|2[0-3]):[0-5][0-9]", text):
+                raise BadPolicy(f"window time {text!r} is not HH:MM; in YAML it has to be in quotes")
         try:
             ZoneInfo(window.tz)
-        except (ZoneInfoNotFoundError, ValueError) as exc:
+        except (ZoneInfoNotFoundError, ValueError, OSError) as exc:
             raise BadPolicy(f"window time zone {window.tz!r} is unknown here") from exc
         return window
 
@@ -71,6 +72,20 @@ class Window:
                     return start, closes
             day += timedelta(days=1)
         return None
+
+
+def _days(given: Any) -> tuple[str, ...]:
+    """Days as a list or as text separated by commas, in full or by three letters; None is every day."""
+    if given is None:
+        return _DAYS
+    words = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
+    days = [str(word).strip().lower() for word in words]
+    for day in days:
+        if day not in _DAYS and day not in _FULL_DAYS:
+            raise BadPolicy(f"window day {day!r} is none of {', '.join(_DAYS)}")
+    if not days:
+        raise BadPolicy("window days is an empty list: leave it out for every day")
+    return tuple(day[:3] for day in days)
 
 
 def _clock(text: str) -> time:
@@ -95,7 +110,7 @@ class Policy:
     batch_size: tuple[Size, ...] = ("20%",)
     growth: float = 1.0
     max_unavailable: Size | None = None
-    keep_together: tuple[str, ...] = ("nvlink", "imex")
+    keep_together: tuple[str, ...] = KEPT_TOGETHER
     max_per_domain: tuple[tuple[str, int], ...] = ()
     reserve: tuple[str, ...] = ()
     max_wait: float = 7200.0
@@ -138,12 +153,17 @@ def count(size: Size, total: int, what: str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     text = str(size).strip()
-    if text.isdigit() and int(text) > 0:
+    if whole(text):
         return int(text)
-    found = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)\s?%", text)
+    found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]+)?)\s?%", text)
     if found and 0 < float(found.group(1)) <= 100:
         return max(1, int(total * float(found.group(1)) / 100))
     raise BadPolicy(f"{what} {size!r} is neither a number of nodes of 1 or more nor a percentage such as 25%")
+
+
+def whole(text: str) -> int | None:
+    """The whole number of 0 or more that is written as ASCII digits, or None."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def most_down(policy: Policy, total: int, unavailable: int) -> int:
@@ -173,13 +193,13 @@ def batch_limits(policy: Policy, total: int, unavailable: int) -> Sequence[int]:
     sizes = [count(size, total, "batch_size") for size in policy.batch_size]
     if not sizes:
         raise BadPolicy("batch_size is an empty list")
-    if policy.growth < 1:
-        raise BadPolicy(f"growth {policy.growth} would shrink batches; give 1 or more")
+    if not 1 <= policy.growth < inf:
+        raise BadPolicy(f"growth {policy.growth} is not a number of 1 or more, by which batches could grow")
     if policy.growth > 1:
         grown = float(sizes[-1])
-        while grown < most:
+        while grown < most and len(sizes) < total:
             grown *= policy.growth
-            sizes.append(int(grown))
+            sizes.append(int(min(grown, most)))
     return [min(size, most) for size in sizes]
 
 
@@ -190,7 +210,7 @@ def canary_of(value: Any) -> int | tuple[str, ...]:
     """
     if isinstance(value, str):
         value = value.strip()
-        if value.isdigit():
+        if whole(value) is not None:
             return int(value)
         return tuple(name.strip() for name in value.split(",") if name.strip())
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:

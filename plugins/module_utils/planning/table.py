@@ -54,12 +54,13 @@ def lines(plan: Plan) -> list[str]:
             ]
     for title, left in (("left out", plan.skipped), ("cannot be emptied", plan.blocked)):
         out += [f"{title}: {text}" for text in _by_reason(left)]
-    return out + [f"note: {note}" for note in plan.notes]
+    return [_printable(line) for line in [*out, *(f"note: {note}" for note in plan.notes)]]
 
 
 def impossible(plan: Plan) -> list[str]:
     """Why no node can be upgraded, a line a reason."""
-    return [f"No node can be upgraded to {plan.version}:", *(f"  {text}" for text in _by_reason(plan.blocked))]
+    told = [f"  {_printable(text)}" for text in _by_reason(plan.blocked)]
+    return [f"No node can be upgraded to {plan.version}:", *told]
 
 
 def beside(forecasts: Sequence[Forecast]) -> list[str]:
@@ -100,6 +101,11 @@ def _hours(total: float, causes: Mapping[str, float]) -> str:
     """GPU-seconds as ``5.1 GPU-hours of work (4.0 cold starts, 1.1 idle GPUs)``."""
     parts = ", ".join(f"{causes[cause] / 3600:.1f} {_CAUSES[cause]}" for cause in _CAUSES if causes.get(cause))
     return f"{total / 3600:.1f} GPU-hours of work" + (f" ({parts})" if parts else "")
+
+
+def _printable(text: str) -> str:
+    """Without characters that would move a terminal's cursor: names come from schedulers and their users."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def _clock(seconds: float) -> str:

@@ -92,6 +92,9 @@ def test_good_snapshot_is_read() -> None:
         pytest.param(
             changed("workloads.0.priority", 1.5), "workloads[0].priority", "whole number", id="half a priority"
         ),
+        pytest.param(
+            changed("durations", {"evacuate": 0, "install": 0, "validate": 0}), "durations", "no time", id="no time"
+        ),
         pytest.param(changed("durations", {"install": None}), "durations.install", "not null", id="null duration"),
         pytest.param(
             changed("queue", {"H100": {"gpu": 1}}), "queue.H100.gpu", "unknown field", id="unknown queue field"
@@ -120,11 +123,18 @@ def test_equal_facts_are_one_object() -> None:
     assert first.facts is second.facts
 
 
-def test_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "", "[" * 200_000, '{"a":' * 50_000])
+def test_file_that_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "fleet.json"
-    path.write_text("{")
+    path.write_text(text)
     with pytest.raises(fleet.BadSnapshot, match="is not JSON"):
         fleet.read(str(path))
+
+
+def test_a_byte_order_mark_is_no_matter(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.json"
+    path.write_text(json.dumps({"version": 1, "nodes": []}), encoding="utf-8-sig")
+    assert fleet.read(str(path)).nodes == ()
 
 
 def test_mig_instances_count_by_their_slices() -> None:

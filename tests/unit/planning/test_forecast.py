@@ -168,3 +168,20 @@ def test_examples_are_as_their_script_writes_them(tmp_path: Path) -> None:
     runpy.run_path(str(script), run_name="__main__")
     for name in POLICIES:
         assert (tmp_path / f"{name}.json").read_text() == (EXAMPLES / f"{name}.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("chances", "options", "message"),
+    [
+        ({"runs": 0}, {}, "runs must be from 1 to 1000"),
+        ({"runs": 10**6}, {}, "runs must be from 1 to 1000"),
+        ({"failure": 1.5}, {}, "failure a chance from 0 to 1"),
+        ({"failure": float("nan")}, {}, "failure a chance from 0 to 1"),
+        ({}, {"parallel": -3}, "peer_parallel"),
+        *[({}, {"drain_deadline": late}, "drain_deadline must be") for late in (-1.0, float("nan"), float("inf"))],
+    ],
+)
+def test_what_cannot_be_forecast_with_is_refused(chances: dict, options: dict, message: str) -> None:
+    snapshot = fleet.Snapshot((node("a"),))
+    with pytest.raises(BadPolicy, match=message):
+        forecast.beside(snapshot, Policy(NEW), None, (), forecast.Chances(**chances), **options)

@@ -9,8 +9,13 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import decide, lock_objections
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Window
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import (
+    check,
+    decide,
+    doubts_of,
+    lock_objections,
+)
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy, Window
 
 NIGHT = [Window.of({"start": "22:00", "end": "04:00", "tz": "Europe/Berlin"})]
 
@@ -67,6 +72,48 @@ def test_every_reason_is_told_and_long_lists_are_cut() -> None:
     gate = decide({f"n{i:02}": "lost" for i in range(15)}, [], max_failed=3, now=10, not_after=5, stop_requested="x")
     assert len(gate.reasons) == 3 and len(gate.failed) == 15
     assert "and 5 more" in gate.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("review", "doubts"),
+    [
+        (None, []),
+        ({"safe": True, "reasons": []}, []),
+        ({}, ["its review does not say that it does"]),
+        ({"safe": "False"}, ["its review does not say that it does"]),
+        ({"safe": "True", "reasons": "a text"}, ["a text"]),
+        ({"safe": False, "reasons": ["n2 is gone", 3]}, ["n2 is gone", "3"]),
+    ],
+)
+def test_only_a_clear_yes_leaves_no_doubt(review: Any, doubts: list[str]) -> None:
+    assert doubts_of(review) == doubts
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"not_after": float("nan")}, "not_after nan is not"),
+        ({"batch_seconds": float("inf")}, "batch_seconds inf is not"),
+        ({"batch_seconds": -1.0}, "batch_seconds -1.0 is not"),
+        ({"max_failed": -1}, "max_failed -1 is not"),
+        ({"outcomes": {"a": None}}, "outcomes.a None is no outcome"),
+        ({"outcomes": {"a": {}}}, "outcomes.a {} is no outcome"),
+        ({"lock_answers": {"a": None}}, "lock_answers.a None is no result"),
+        ({"lock_answers": {"a": {"lock": "x"}}}, "lock_answers.a {'lock': 'x'} is no result"),
+    ],
+)
+def test_what_cannot_be_decided_with_is_refused(options: dict[str, Any], message: str) -> None:
+    good = {
+        "not_after": 0,
+        "batch_seconds": 0.0,
+        "max_failed": 0,
+        "outcomes": {"a": "lost"},
+        "lock_answers": {"a": LOST},
+    }
+    check(good)
+    with pytest.raises(BadPolicy) as caught:
+        check({**good, **options})
+    assert message in str(caught.value)
 
 
 OURS, FREE, LOST = (

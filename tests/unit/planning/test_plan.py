@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import BadSnapshot, Demand, Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import PROTECT, BadSnapshot, Demand, Snapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import (
     forecast,
     options,
@@ -67,7 +67,21 @@ def test_plain_nodes_keep_their_order() -> None:
         ({"canary": "n9"}, "canary n9 is not a node"),
         ({"canary": True}, "neither a number of nodes nor names"),
         ({"reserve": ["n9"]}, "reserve n9 is not a node"),
-        ({"growth": 0.5}, "would shrink"),
+        *[({"growth": growth}, "not a number of 1 or more") for growth in (0.5, float("inf"), float("nan"))],
+        ({"canary": "²"}, "canary ² is not a node"),
+        ({"batch_size": "²"}, "batch_size '²' is neither"),
+        ({"max_per_domain": {"rack": "²"}}, "max_per_domain.rack '²'"),
+        *[({"now": f"{year}-12-31T23:00:00Z"}, "no window can be found") for year in ("0001", "9999")],
+        *[
+            ({"windows": [{"start": "22:00", "end": "23:00", **window}], "now": "2026-03-02T00:00Z"}, message)
+            for window, message in (
+                ({"days": []}, "empty list"),
+                ({"days": ["monkey"]}, "'monkey' is none of mon"),
+                ({"days": 6}, "'6' is none of mon"),
+                ({"start": 1320}, "has to be in quotes"),
+                ({"tz": "Europe"}, "'Europe' is unknown"),
+            )
+        ],
         ({"version": "580"}, "is not an NVIDIA driver version"),
         ({"waive": ["colour"]}, "'colour', which is no field"),
         ({"windows": [{"start": "22:00", "end": "25:00"}], "now": "2026-03-02T00:00:00Z"}, "'25:00' is not HH:MM"),
@@ -84,6 +98,39 @@ def test_bad_policies_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(BadPolicy) as caught:
         plan.make(fleet_of(3), options.policy_of(given(**values)))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("days", ["sat,sun", "Saturday, sunday", ["sat", "SUN"]])
+def test_days_of_a_window(days: Any) -> None:
+    assert Window.of({"start": "22:00", "end": "23:00", "days": days}).days == ("sat", "sun")
+
+
+def test_batches_that_hardly_grow_are_no_more_than_the_nodes() -> None:
+    assert sizes(plan.make(fleet_of(4), Policy(NEW, batch_size=(1,), growth=1.0000001))) == [1, 1, 1, 1]
+
+
+def test_what_may_be_a_typing_error_is_told() -> None:
+    policy = Policy(
+        OLD,
+        keep_together=("nvlink", "nvlnk"),
+        max_per_domain=(("rakc", 1),),
+        max_pending=(("H10", 3.0),),
+        gpu_models=("H100", "h100"),
+        unsupported=("K80",),
+    )
+    made = plan.make(Snapshot((node("a", loaded=NEW, installed=NEW),)), policy)
+    told = "\n".join(made.notes)
+    for name in ("kind nvlnk", "kind rakc", "model H10,", "model h100", "model K80"):
+        assert name in told
+    assert "nvlink" not in told and "model H100" not in told
+    assert f"1 of the nodes go back to an older driver, a from {NEW}" in told
+
+
+def test_names_do_not_move_the_cursor_of_a_terminal() -> None:
+    protected = workload("job\x1b[31m\n  x: fake", "a\x1b[2J", may=frozenset((PROTECT,)))
+    made = plan.make(Snapshot((node("a\x1b[2J"),), (protected,)), Policy(NEW))
+    told = "".join([*table.lines(made), *table.impossible(made)])
+    assert told.isprintable() and "a\\x1b[2J: job\\x1b[31m\\n  x: fake" in told
 
 
 @pytest.mark.parametrize(
