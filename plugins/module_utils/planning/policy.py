@@ -66,7 +66,9 @@ class Window:
             if _DAYS[day.weekday()] in self.days:
                 opens = datetime.combine(day, _clock(self.start), zone).timestamp()
                 last_day = day if self.end > self.start else day + timedelta(days=1)
-                closes = datetime.combine(last_day, _clock(self.end), zone).timestamp()
+                ends = datetime.combine(last_day, _clock(self.end), zone)
+                # a time that the clock skips or shows twice: the earlier reading, so that nothing runs past it
+                closes = min(ends.timestamp(), ends.replace(fold=1).timestamp())
                 start = max(after, opens)
                 if start + duration <= closes:
                     return start, closes
