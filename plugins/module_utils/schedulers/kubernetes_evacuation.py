@@ -36,6 +36,9 @@ BUDGET_SECONDS = 2.0
 STOPPING_SECONDS = 30.0
 """How long after its grace period a pod may still be there before that is hopeless, once waiting is over."""
 
+RETURNS = 3
+"""How often all pods of a controller may come back to a node they were evicted from."""
+
 EVICTED, ENDED = "evicted", "ended"
 _GO = frozenset(("move", "cold_start"))
 
@@ -68,6 +71,12 @@ class Progress:
     waiting: list[str] = field(default_factory=list)
     seen: dict[str, str] = field(default_factory=dict)
     """uid → workload of the pods that were there."""
+    first: dict[str, str | None] = field(default_factory=dict)
+    """uid → controller of the pods that were there at the first look."""
+    emptied: set[str] = field(default_factory=set)
+    """Controllers of which a pod was evicted."""
+    back: set[tuple[str, str]] = field(default_factory=set)
+    """Controller and uid of pods that came in place of one that was evicted, as a cordon does not keep them away."""
     changed: bool = False
     failure: str = ""
     done: bool = False
@@ -162,7 +171,8 @@ class Evacuation:
                 its.failure, its.done = f"{name}: {rest}", True
                 continue
             self._note_gone(its, rest)
-            failure = self._hindered(rest)
+            self._note_back(its, rest)
+            failure = self._hindered(its, rest)
             if failure:
                 its.failure, its.done = f"{name} cannot be emptied: {failure}", True
                 its.waiting = [objects.pod_name(pod) for pod, dummy in rest.pods]
@@ -186,13 +196,21 @@ class Evacuation:
                 its.ends.setdefault(workload, End(workload, ENDED))
         its.seen = {pod["metadata"]["uid"]: objects.workload_name(pod, owner) for pod, owner in rest.pods}
 
-    def _goes(self, rest: Rest, pod: Object, workload: str) -> bool:
-        """Whether it is to be evicted now: the plan says so, or time is up, or it only stands in the way of a taint."""
+    def _note_back(self, its: Progress, rest: Rest) -> None:
+        pods = {pod["metadata"]["uid"]: objects.controller_of(pod) for pod, dummy in rest.pods}
+        its.first = its.first or pods
+        its.back |= {(whose, uid) for uid, whose in pods.items() if whose in its.emptied and uid not in its.first}
+
+    def _goes(self, its: Progress, rest: Rest, pod: Object, workload: str) -> bool:
+        """Whether it is to be evicted now: the plan says so, of it or of the one whose place it took, or time is up, or
+        it only stands in the way of a taint."""
         fate = self._fates.get(workload)
         told = fate is not None and fate.fate in _GO
-        return told or pod["metadata"]["uid"] in rest.bystanders or self._clock() >= self._deadline
+        uid = pod["metadata"]["uid"]
+        told = told or (objects.controller_of(pod), uid) in its.back or uid in rest.bystanders
+        return told or self._clock() >= self._deadline
 
-    def _hindered(self, rest: Rest) -> str | None:
+    def _hindered(self, its: Progress, rest: Rest) -> str | None:
         """Why waiting longer is of no use, or None."""
         late = self._clock() >= self._deadline
         for pod, owner in rest.pods:
@@ -203,8 +221,13 @@ class Evacuation:
                         f"kubectl -n {pod['metadata']['namespace']} delete pod {pod['metadata']['name']} --force"
                     )
                 continue
-            if not self._goes(rest, pod, objects.workload_name(pod, owner)):
+            if not self._goes(its, rest, pod, objects.workload_name(pod, owner)):
                 continue
+            if self._returns(its, pod):
+                return (
+                    f"{name} comes back each time it is evicted: the template of {owner.kind}/{owner.name} tolerates a "
+                    f"cordon, or names the node; mend that, or scale it down until the node is in service again"
+                )
             reason = objects.hindrance(pod, owner, self._rules)
             if reason:
                 return f"{name} {reason}"
@@ -225,6 +248,12 @@ class Evacuation:
                 )
         return None
 
+    @staticmethod
+    def _returns(its: Progress, pod: Object) -> bool:
+        controller = objects.controller_of(pod)
+        came = sum(whose == controller for whose, dummy in its.back)
+        return came > RETURNS * sum(whose == controller for whose in its.first.values())
+
     def _due(self, its: Progress, rest: Rest) -> list[Object]:
         """The pods to evict now; what is waited for is noted."""
         now, due = time.monotonic(), []
@@ -234,7 +263,7 @@ class Evacuation:
             if "deletionTimestamp" in pod["metadata"]:
                 its.waiting.append(self._stopping(pod))
                 its.ends.setdefault(workload, End(workload, EVICTED if objects.was_evicted(pod) else ENDED))
-            elif not self._goes(rest, pod, workload):
+            elif not self._goes(its, rest, pod, workload):
                 left = objects.remaining(pod, self._clock())
                 its.waiting.append(
                     f"{name} may finish" + (f", in {left:.0f} s by its own account" if left is not None else "")
@@ -282,6 +311,8 @@ class Evacuation:
         name, workload = objects.pod_name(pod), objects.workload_name(pod)
         if refusal is None:
             its.changed = True
+            controller = objects.controller_of(pod)
+            its.emptied |= {controller} if controller else set()
             its.ends[workload] = End(workload, EVICTED, self._unsteered.get(pod["metadata"]["uid"], ""))
             its.waiting.append(f"{name} stops")
         else:

@@ -264,6 +264,11 @@ class Owner:
     gang: str | None = None
 
 
+def controller_of(pod: Object) -> str | None:
+    """The uid of what makes a new pod when this one goes."""
+    return next((each["uid"] for each in pod["metadata"].get("ownerReferences") or () if each.get("controller")), None)
+
+
 def owner_of(pod: Object) -> Owner:
     meta = pod["metadata"]
     labels = meta.get("labels") or {}

@@ -68,6 +68,19 @@ def test_check_mode_asks_the_server_and_disturbs_nothing(cluster: Cluster) -> No
     assert cluster.budget_status("one")["disruptionsAllowed"] == 1
 
 
+@pytest.mark.parametrize("template", [{"tolerations": [{"operator": "Exists"}]}, {"nodeName": ""}])
+def test_pods_that_a_cordon_does_not_keep_away_are_not_evicted_for_ever(
+    cluster: Cluster, template: dict[str, Any]
+) -> None:
+    (node,) = cluster.nodes(1)
+    (pod,) = cluster.deployment("infra", **{key: value or node for key, value in template.items()})
+    backend = cluster.backend()
+    backend.cordon([node], RUN)
+    result = evacuate(backend, [node], go(cluster, pod))[node]
+    assert result.failed and "comes back each time it is evicted: the template of Deployment/infra" in result.msg
+    assert len(result.ends) == 1 + kubernetes_evacuation.RETURNS
+
+
 # ---- budgets
 
 
