@@ -112,6 +112,8 @@ class Api:
         outage: float = 120.0,
         workers: int = _MANY,
     ) -> None:
+        if timeout <= 0:
+            raise ClusterError(f"timeout is {timeout:g}; give a request some seconds")
         try:
             self._access = kubeconfigs.find(kubeconfig, context)
         except kubeconfigs.ConfigError as exc:

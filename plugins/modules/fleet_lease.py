@@ -131,6 +131,8 @@ def main() -> None:
         supports_check_mode=True,
     )
     p = module.params
+    if not p["run_id"]:
+        module.fail_json(msg="run_id is empty; expected the name of a run, that no other has")
     if p["ttl"] <= 0:
         module.fail_json(msg=f"ttl is {p['ttl']}; expected a number of seconds above 0")
     try:

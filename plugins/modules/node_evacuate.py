@@ -147,8 +147,8 @@ def main() -> None:
     p = module.params
     try:
         fates = [Fate.of(item) for item in p["fates"]]
-    except KeyError as exc:
-        module.fail_json(msg=f"an entry of fates has no {exc}; expected workload and fate, as in a plan")
+    except ValueError as exc:
+        module.fail_json(msg=f"fates: {exc}")
     try:
         results = registry.get(p, execution.run).evacuate(
             p["nodes"], Mark(p["run_id"], time.time()), fates, p["deadline"], p["patience"], check=module.check_mode

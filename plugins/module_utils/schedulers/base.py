@@ -72,6 +72,9 @@ class NodeResult:
         }
 
 
+FATES = ("move", "cold_start", "wait", "stay", "blocked")
+
+
 @dataclass(frozen=True)
 class Fate:
     """What becomes of one workload by the plan: ``move`` or ``cold_start`` (on nodes ``to``), ``wait`` or ``stay``."""
@@ -82,8 +85,16 @@ class Fate:
 
     @classmethod
     def of(cls, item: Mapping[str, Any]) -> Fate:
-        """From the JSON form of a plan (``batches[].workloads[]`` of the module ``upgrade_plan``)."""
-        return cls(str(item["workload"]), str(item["fate"]), tuple(item.get("to") or ()))
+        """From the JSON form of a plan (``batches[].workloads[]`` of the module ``upgrade_plan``).
+
+        :raises ValueError: if it is none.
+        """
+        workload, fate, to = (item.get(key) for key in ("workload", "fate", "to"))
+        if not workload or fate not in FATES or not isinstance(to or [], list):
+            raise ValueError(
+                f"{dict(item)} is no fate; expected workload, fate ({', '.join(FATES)}) and to, as in a plan"
+            )
+        return cls(str(workload), str(fate), tuple(map(str, to or ())))
 
 
 @dataclass(frozen=True)

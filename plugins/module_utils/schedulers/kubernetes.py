@@ -40,6 +40,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base im
     State,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_evacuation import Evacuation
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_facts import expression
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_snapshot import Cluster, snapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_steering import Steering
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_validation import (
@@ -199,8 +200,9 @@ class Kubernetes(Scheduler):
 def connect(options: Mapping[str, Any]) -> Kubernetes:
     """The cluster that the options of a module lead to.
 
-    :raises SchedulerError: if there is no way to reach it.
+    :raises SchedulerError: if there is no way to reach it, or an option makes no sense.
     """
+    _refuse_senseless(options)
     rules = objects.Rules(
         unmanaged=options["evict_unmanaged"],
         local_data=options["evict_local_data"],
@@ -219,6 +221,18 @@ def connect(options: Mapping[str, Any]) -> Kubernetes:
     with _scheduler_errors():
         api = Api(options["kubeconfig"], options["context"], timeout=options["timeout"])
     return Kubernetes(api, rules, pod, options["pause_annotations"])
+
+
+def _refuse_senseless(options: Mapping[str, Any]) -> None:
+    for option in ("domain_labels", "fact_expressions", "pause_annotations"):
+        for name, value in options[option].items():
+            if not isinstance(value, str):
+                raise SchedulerError(f"{option}: {name} is {value!r}, expected text; quote it if it is one")
+    try:
+        for text in options["fact_expressions"].values():
+            expression(text)
+    except (ImportError, ValueError) as exc:
+        raise SchedulerError(f"fact_expressions: {exc}") from exc
 
 
 @contextmanager

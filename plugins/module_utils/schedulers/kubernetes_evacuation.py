@@ -22,6 +22,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api imp
     ApiError,
     change_node,
     name_path,
+    object_path,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import End, Evacuated, Fate
@@ -187,7 +188,17 @@ class Evacuation:
             if isinstance(rest, Rest) and not its.done:
                 if check or not rest.pods:
                     self._take_off(name, its, rest, check)
-                its.done = check or (rest.empty and not its.failure)
+                if rest.empty and not its.ends and not its.changed:
+                    its.failure = self._unknown(name)
+                its.done = check or rest.empty or bool(its.failure)
+
+    def _unknown(self, node: str) -> str:
+        """Why a node on which there is nothing is not known to be empty; nothing if it is."""
+        try:
+            self._api.get(object_path("v1", "nodes", node))
+        except ApiError as exc:
+            return f"{node}: {exc}"
+        return ""
 
     def _note_gone(self, its: Progress, rest: Rest) -> None:
         there = {pod["metadata"]["uid"] for pod, dummy in rest.pods}

@@ -41,7 +41,7 @@ def workload_facts(pod: Object, expressions: Mapping[str, str]) -> Facts:
 
     ``expressions`` name facts by JMESPath over the pod and count more than what is recognised by itself.
 
-    :raises ValueError: if an expression is none (its text says which); ImportError without the package jmespath.
+    :raises ValueError: if an expression is none; ImportError without the package jmespath.
     """
     spec, status = pod["spec"], pod.get("status") or {}
     running = {each["name"]: each.get("imageID") or "" for each in status.get("containerStatuses") or ()}
@@ -56,8 +56,8 @@ def workload_facts(pod: Object, expressions: Mapping[str, str]) -> Facts:
         if found:
             facts.update(found)
             break
-    for name, expression in expressions.items():
-        value = _expression(expression).search(pod)
+    for name, text in expressions.items():
+        value = _said(text, pod)
         if isinstance(value, (str, int, float)):
             facts[name] = value
         elif isinstance(value, list) and all(isinstance(each, str) for each in value):
@@ -65,15 +65,28 @@ def workload_facts(pod: Object, expressions: Mapping[str, str]) -> Facts:
     return tuple(sorted(facts.items()))
 
 
+def _said(text: str, pod: Object) -> Any:
+    from jmespath.exceptions import JMESPathError  # type: ignore[import-untyped]
+
+    try:
+        return expression(text).search(pod)
+    except JMESPathError:  # a function that does not take what this pod has there
+        return None
+
+
 @lru_cache(maxsize=64)
-def _expression(text: str) -> Any:
+def expression(text: str) -> Any:
+    """A JMESPath expression, to search pods with.
+
+    :raises ValueError: if it is none; ImportError without the package jmespath.
+    """
     import jmespath  # type: ignore[import-untyped]
-    import jmespath.exceptions  # type: ignore[import-untyped]
+    from jmespath.exceptions import JMESPathError
 
     try:
         return jmespath.compile(text)
-    except jmespath.exceptions.JMESPathError as exc:
-        raise ValueError(f"{text!r} is no JMESPath expression: {exc}") from exc
+    except JMESPathError as exc:
+        raise ValueError(f"{text!r} is no JMESPath expression: {' '.join(str(exc).split())}") from exc
 
 
 def _engine_facts(container: Object) -> dict[str, str]:

@@ -154,7 +154,8 @@ class ClusterLease:
         if found is not None:
             meta["resourceVersion"] = found["metadata"]["resourceVersion"]
         answer: Answer = self._api.request(method, path, lease, fieldManager=FIELD_MANAGER)
-        if not answer.ok and answer.status not in (404, 409):
+        meanwhile = (409,) if found is None else (404, 409)  # a namespace that is not there is 404 as well
+        if not answer.ok and answer.status not in meanwhile:
             raise ApiError(method, path, answer)
         return answer.ok
 

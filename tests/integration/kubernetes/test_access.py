@@ -81,6 +81,20 @@ def test_a_way_that_is_none(
         cluster.backend(kubeconfig=str(path)).snapshot([])
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"domain_labels": {"rack": {"a": "b"}}}, "domain_labels: rack is {'a': 'b'}, expected text"),
+        ({"pause_annotations": {"x/y": True}}, "pause_annotations: x/y is True, expected text; quote it"),
+        ({"fact_expressions": {"model": "metadata[."}}, "fact_expressions: .* is no JMESPath expression"),
+        ({"timeout": 0}, "timeout is 0; give a request some seconds"),
+    ],
+)
+def test_an_option_that_makes_no_sense(cluster: Cluster, options: Config, words: str) -> None:
+    with pytest.raises(SchedulerError, match=words):
+        cluster.backend(**options)
+
+
 Rights = list[tuple[str, str, list[str]]]
 
 

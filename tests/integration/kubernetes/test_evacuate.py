@@ -365,4 +365,5 @@ def test_an_account_without_the_right_to_evict_is_told_so_at_once(cluster: Clust
 def test_one_unknown_node_does_not_hinder_the_others(cluster: Cluster) -> None:
     (node,) = cluster.nodes(1)
     results = evacuate(cluster.backend(), [node, "absent"], NOTHING)
-    assert results[node].as_dict()["empty"] and results["absent"].as_dict()["empty"]
+    assert results[node].as_dict()["empty"] and results["absent"].failed
+    assert 'nodes "absent" not found' in results["absent"].msg

@@ -275,13 +275,16 @@ def test_a_driver_pod_made_anew_out_of_turn_closes_its_node(operated: OperatorCl
     driver.swap([third], NEW, time.time() + 20, 20)
     assert f"{second} got a driver pod of {NEW} in place of {OLD}" in driver.strayed[second]
     assert operated.is_cordoned(second) and operated.pod_phase("job") == "Running" and operated.loaded(second) == OLD
-    warnings = operated.judged()["nodes"][second]["warnings"]
-    assert any("restarted under its running work" in text for text in warnings)
+    until("its restarts are told", lambda: _warns(operated, second, "restarted under its running work"))
     # its turn: once it is empty it is mended, and open again since it was us who closed it
     assert evacuate(operated.backend(evict_unmanaged=True), [second], go(operated, "job"))[second].as_dict()["empty"]
     assert operated.swap(second)[second].done
     operated.driver().settle()
     assert not operated.is_cordoned(second) and operated.loaded(second) == NEW
+
+
+def _warns(operated: OperatorCluster, name: str, words: str) -> bool:
+    return any(words in text for text in operated.judged()["nodes"][name]["warnings"])
 
 
 def _crashes(operated: OperatorCluster, name: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cluster import Cluster, until
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api import Api
+from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api import Api, ApiError
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_lease import (
     NAME,
     ClusterLease,
@@ -41,6 +41,11 @@ def test_a_run_has_the_cluster_until_it_gives_it_back_or_somebody_takes_over(clu
     assert ours.release("second").changed and not ours.release("second").changed
     with pytest.raises(LeaseError, match="it is free"):
         ours.renew("second", 60)
+
+
+def test_a_namespace_that_is_not_there_is_named(cluster: Cluster) -> None:
+    with pytest.raises(ApiError, match='404 namespaces "absent" not found'):
+        ClusterLease(Api(str(cluster.kubeconfig)), "absent").hold("first", None, 60, None)
 
 
 def test_a_lease_that_ran_out_is_free_whatever_clock_its_holder_had(cluster: Cluster) -> None:

@@ -76,7 +76,7 @@ def disturbed(operated: OperatorCluster, run: Operated, outcomes: dict[str, str]
     run.load(0.85)
     by_hand = [name for name, outcome in outcomes.items() if outcome == "skipped"]
     operated.cordon(*by_hand)
-    playing = run.fleet.begin("upgrade", gpu_batch_size=4, gpu_max_unavailable=6, **run.variables, **variables)
+    playing = run.fleet.begin("upgrade", gpu_batch_size=6, gpu_max_unavailable=8, **run.variables, **variables)
     until("the canary is there", lambda: NEW in run.loaded().values(), 240)
     late = next(name for name, version in run.loaded().items() if version == NEW)
     until("the canary is in service again", lambda: late not in closed(operated), 240)

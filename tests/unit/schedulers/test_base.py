@@ -3,6 +3,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+import pytest
+
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Demand, Durations, Node, Snapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (
     End,
@@ -74,6 +76,9 @@ def test_times_are_those_of_earlier_upgrades_where_there_were_any() -> None:
 def test_fate_of_a_plan() -> None:
     item = {"workload": "job-7", "fate": "move", "nodes": ["n1"], "to": ["n5"], "lost_gpu_hours": 0.1, "reason": ""}
     assert Fate.of(item) == Fate("job-7", "move", ("n5",))
+    for senseless in ({"fate": "move"}, {"workload": "job-7"}, {**item, "fate": "moved"}, {**item, "to": 5}):
+        with pytest.raises(ValueError, match="is no fate; expected workload, fate"):
+            Fate.of(senseless)
 
 
 def test_evacuated_is_empty_when_nothing_is_waited_for() -> None:

@@ -214,6 +214,7 @@ def test_expressions_give_further_facts_and_count_more() -> None:
     made = pod(containers=[container(image="vllm/vllm:1", args=["--model", "guessed"])], labels={"model": "said"})
     facts = dict(workload_facts(made, {"model": "metadata.labels.model", "arguments": "spec.containers[0].args"}))
     assert facts["model"] == "said" and facts["arguments"] == ("--model", "guessed") and facts["engine"] == "vllm"
+    assert "length" not in dict(workload_facts(made, {"length": "length(metadata.generation)"}))
     with pytest.raises(ValueError, match="is no JMESPath expression"):
         workload_facts(made, {"model": "metadata[."})
 
