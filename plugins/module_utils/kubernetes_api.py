@@ -47,6 +47,7 @@ _READ_AWAY = (500,)
 _MANY = 16
 _CONFLICTS = 8
 _CHANGED_MEANWHILE = (409, 422)
+_GONE_MEANWHILE = (404, 409)
 _CLOSED_MEANWHILE = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 _HINTS = {
@@ -202,6 +203,16 @@ class Api:
         resource."""
         found = self.find(path, **query)
         return (found["items"] or []) if found else []
+
+    def delete(self, path: str, **options: Any) -> None:
+        """Delete an object. One that is gone is as good as deleted, and so is one that by its ``preconditions`` is
+        another by now.
+
+        :raises ApiError: if the server refuses.
+        """
+        answer = self.request("DELETE", path, options or None)
+        if not answer.ok and answer.status not in _GONE_MEANWHILE:
+            raise ApiError("DELETE", path, answer)
 
     def each(self, function: Callable[[Given], Made], given: Iterable[Given]) -> list[Made]:
         """``function`` of each, many at a time, in the order given."""

@@ -229,7 +229,7 @@ class GpuOperator:
             going = [name for name in pods if not progress[name].done and not progress[name].failed]
             if not going or time.monotonic() >= end:
                 over = [pod for name, pod in pods.items() if name not in going]
-                self._api.each(lambda pod: self._api.request("DELETE", f"{path}/{pod['metadata']['name']}"), over)
+                self._api.each(lambda pod: self._api.delete(f"{path}/{pod['metadata']['name']}"), over)
                 return
             self._sleep(POLL_SECONDS)
 
@@ -294,7 +294,7 @@ class GpuOperator:
                 annotations = dict(found["metadata"].get("annotations") or {})
                 return None if objects.NOTE in annotations else _with_note(annotations, note)
 
-            change_node(self._api, node.name, change)
+            self._change(node.name, change)
 
         members = [node for owner in owners.values() for node in operator.members(owner)]
         self._api.each(recall, [node for node in members if node.previous and not node.note])
@@ -397,9 +397,17 @@ class GpuOperator:
                     "/metadata/annotations": {**annotations, objects.NOTE: json.dumps(note)},
                 }
 
-            change_node(self._api, member.name, change)
+            self._change(member.name, change)
 
         self._api.each(hold, [member for member in members if not member.held])
+
+    def _change(self, name: str, change: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> None:
+        """Write onto a node; there is nothing to be written onto one that was deleted meanwhile."""
+        try:
+            change_node(self._api, name, change)
+        except ApiError as exc:
+            if exc.answer.status != 404:
+                raise
 
     def _note(self, name: str, **said: Any) -> None:
         """Write into the note of a node, before the act that it is about."""
@@ -412,7 +420,7 @@ class GpuOperator:
             annotations[objects.NOTE] = json.dumps(note)
             return {"/metadata/annotations": annotations}
 
-        change_node(self._api, name, change)
+        self._change(name, change)
 
     def _write_version(self, owner: Owner, version: str) -> None:
         """Into the owner, with what was there before in its note; again if it changed meanwhile."""
@@ -465,7 +473,7 @@ class GpuOperator:
         try:
             if node.note.get("step") == RESTART and not node.cordoned:
                 # k8s-driver-manager uncordons without a look at who had cordoned, where autoUpgrade is off
-                change_node(self._api, name, lambda found: {"/spec/unschedulable": True})
+                self._change(name, lambda found: {"/spec/unschedulable": True})
             if pod is None or pod.deleting:
                 its.waiting = "its new driver pod is not there yet"
             elif _is_to_restart(node, pod, its.loaded, turn):
@@ -507,10 +515,7 @@ class GpuOperator:
             its.fail(f"{node.name} is not empty, so its driver was not touched: {', '.join(found)}")
             return
         self._note(node.name, step=RESTART, to=version, gone=pod.uid)
-        path = object_path("v1", "pods", pod.name, pod.namespace)
-        answer = self._api.request("DELETE", path, {"preconditions": {"uid": pod.uid}})
-        if not answer.ok and answer.status not in (404, 409):
-            raise ApiError("DELETE", path, answer)
+        self._api.delete(object_path("v1", "pods", pod.name, pod.namespace), preconditions={"uid": pod.uid})
         its.changed, its.waiting = True, "its driver pod was deleted"
 
     def _finish(self, node: DriverNode) -> None:
@@ -524,7 +529,7 @@ class GpuOperator:
                 return None
             return {"/metadata/labels": labels, "/metadata/annotations": annotations}
 
-        change_node(self._api, node.name, change)
+        self._change(node.name, change)
 
     def _watch(self, operator: Operator, turn: Turn) -> None:
         """Close nodes at once that got another driver pod out of their turn."""
@@ -536,7 +541,7 @@ class GpuOperator:
             if note.get("strayed") != node.pod.version:
                 self._note(node.name, strayed=node.pod.version, closed=not node.cordoned)
             if not node.cordoned:
-                change_node(self._api, node.name, lambda found: {"/spec/unschedulable": True})
+                self._change(node.name, lambda found: {"/spec/unschedulable": True})
             self.strayed[node.name] = (
                 f"{node.name} got a driver pod of {node.pod.version} in place of {expected} out of its turn (somebody "
                 "has deleted the old one, or the node's labels were away for a moment); it was taken out of service"
@@ -569,7 +574,7 @@ class GpuOperator:
         path = object_path("v1", "pods", namespace=namespace)
         pods = self._api.items(path, labelSelector=f"{PULL_LABEL}=true")
         if not check:
-            self._api.each(lambda pod: self._api.request("DELETE", f"{path}/{pod['metadata']['name']}"), pods)
+            self._api.each(lambda pod: self._api.delete(f"{path}/{pod['metadata']['name']}"), pods)
         return [f"pod {pod['metadata']['name']} of {pod['spec'].get('nodeName')} removed" for pod in pods]
 
     def _settle_owner(self, owner: Owner, members: Sequence[DriverNode], check: bool) -> list[str]:
@@ -623,7 +628,7 @@ class GpuOperator:
             opened = {"/spec/unschedulable": False} if note.get("closed") and note.get("step") == DONE else {}
             return {"/metadata/labels": labels, "/metadata/annotations": annotations, **opened}
 
-        change_node(self._api, node.name, change)
+        self._change(node.name, change)
 
 
 def _with_note(annotations: Mapping[str, str], note: Mapping[str, Any]) -> dict[str, Any]:

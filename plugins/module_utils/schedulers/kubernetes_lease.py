@@ -127,10 +127,8 @@ class ClusterLease:
             return Change(before, before, f"not released: the cluster is locked by {before.describe()}")
         if not check:
             meta = found["metadata"]
-            options = {"preconditions": {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}}
-            answer = self._api.request("DELETE", self._path, options)
-            if not answer.ok and answer.status not in (404, 409):
-                raise ApiError("DELETE", self._path, answer)
+            as_found = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
+            self._api.delete(self._path, preconditions=as_found)
         return Change(before, None)
 
     def _look(self) -> tuple[Object | None, float]:

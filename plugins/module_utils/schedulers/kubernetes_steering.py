@@ -106,7 +106,10 @@ class Steering:
             said = "the API server did not apply the policy to a pod on trial"
         except ClusterError as exc:
             said = str(exc)
-        self._withdraw(f"gpufleet-{group.digest}")  # a policy that does something else must not stay in anybody's way
+        try:
+            self._withdraw(f"gpufleet-{group.digest}")  # one that does something else must not stay in anybody's way
+        except ClusterError as exc:
+            said += f"; and what was written could not be taken back: {exc}"
         return f"where it lands is left to the scheduler: {said}"
 
     def _write(self, group: _Group) -> bool:
@@ -217,7 +220,7 @@ class Steering:
 
     def _withdraw(self, name: str) -> None:
         for resource in (_BINDINGS, _POLICIES):
-            self._api.request("DELETE", object_path(_GROUP, resource, name))
+            self._api.delete(object_path(_GROUP, resource, name))
 
     def remove(self, check: bool) -> list[str]:
         """Take away every policy, label and waiting pod that steering left; a line for each."""
@@ -259,8 +262,7 @@ class Steering:
             if check:
                 break
             for pod in bound:
-                body = {"preconditions": {"uid": pod["metadata"]["uid"]}}
-                self._api.request("DELETE", name_path(pod, "v1", "pods"), body)
+                self._api.delete(name_path(pod, "v1", "pods"), preconditions={"uid": pod["metadata"]["uid"]})
             quiet = 0 if bound else quiet + 1
             time.sleep(0.2)
         return said

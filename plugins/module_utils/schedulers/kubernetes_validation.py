@@ -229,7 +229,7 @@ class Validation:
             found = self._api.items(object_path(group, resource, "", self._pod.namespace), labelSelector=selector)
             paths = [name_path(each, group, resource) for each in found]
             if not self._check:
-                self._api.each(lambda path: self._api.request("DELETE", path, {"gracePeriodSeconds": 0}), paths)
+                self._api.each(lambda path: self._api.delete(path, gracePeriodSeconds=0), paths)
             said += [f"validation {what} {objects.pod_name(each)}" for each in found]
         return said
 

@@ -180,9 +180,10 @@ class Maintenance:
                 )
             else:
                 path = name_path(item, GROUP, RESOURCE)
-                answer = self._api.request("DELETE", path, {"preconditions": {"uid": item["metadata"]["uid"]}})
-                if not answer.ok and answer.status not in (404, 409):
-                    its.failed, its.msg = True, f"{name}: {ApiError('DELETE', path, answer)}"
+                try:
+                    self._api.delete(path, preconditions={"uid": item["metadata"]["uid"]})
+                except ApiError as exc:
+                    its.failed, its.msg = True, f"{name}: {exc}"
         its.ready = not its.failed
         return its
 

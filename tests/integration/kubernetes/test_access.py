@@ -122,7 +122,7 @@ def said_by_evacuation(backend: Kubernetes, cluster: Cluster, node: str, pod: st
 
 
 def said_of_steering(backend: Kubernetes, cluster: Cluster, node: str, pod: str) -> str:
-    (end,) = evacuate(backend, [node], go(cluster, pod, to=(node,)), patience=1)[node].ends
+    end, *dummy = evacuate(backend, [node], go(cluster, pod, to=(node,)), patience=1)[node].ends
     return end.reason
 
 
