@@ -187,6 +187,11 @@ class Progress:
         return f"{seconds // 60:3d}:{seconds % 60:02d} {text}", mood
 
 
+def plain(text: str) -> str:
+    """A line without what would steer a terminal: some of it was written by whoever runs work on a node."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class CallbackModule(CallbackBase):
     CALLBACK_VERSION = 2.0
     CALLBACK_TYPE = "stdout"
@@ -199,7 +204,7 @@ class CallbackModule(CallbackBase):
     def _show(self, lines: Sequence[Line]) -> None:
         colours = {GOOD: C.COLOR_OK, BAD: C.COLOR_ERROR}
         for text, mood in lines:
-            self._display.display(text, color=colours.get(mood))
+            self._display.display(plain(text), color=colours.get(mood))
 
     def v2_playbook_on_play_start(self, play: Any) -> None:
         self._show(self.progress.play(play.get_name().strip(), time.time()))

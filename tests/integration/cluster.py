@@ -34,8 +34,8 @@ TTL = "node.alpha.kubernetes.io/ttl"
 WAIT_SECONDS = 30.0
 
 
-def until(what: str, holds: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
-    """Wait until ``holds()`` is true and return what it gave."""
+def until(what: str, holds: Callable[[], Any], seconds: float = WAIT_SECONDS, every: float = 0.05) -> Any:
+    """Wait until ``holds()`` is true, looking ``every`` so many seconds, and return what it gave."""
     end = time.monotonic() + seconds
     while True:
         found = holds()
@@ -43,7 +43,7 @@ def until(what: str, holds: Callable[[], Any], seconds: float = WAIT_SECONDS) ->
             return found
         if time.monotonic() > end:
             raise AssertionError(f"not within {seconds:.0f} s: {what}")
-        time.sleep(0.05)
+        time.sleep(every)
 
 
 def skip_without_control_plane() -> None:

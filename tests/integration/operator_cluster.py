@@ -32,6 +32,12 @@ OLD, NEW = "570.133.20", "575.57.08"
 POLICIES, DRIVERS = "/apis/nvidia.com/v1/clusterpolicies", "/apis/nvidia.com/v1alpha1/nvidiadrivers"
 
 
+def loaded(node: Object) -> str | None:
+    """What a look into /sys/module/nvidia/version of the node would say."""
+    note = standin.annotations(node).get(standin.LOADED)
+    return json.loads(note)["version"] if note else None
+
+
 class OperatorCluster(Cluster):
     """Nodes whose driver the operator owns. Its namespace, objects and process live as long as the test."""
 
@@ -98,9 +104,7 @@ class OperatorCluster(Cluster):
         )
 
     def loaded(self, name: str) -> str | None:
-        """What a look into /sys/module/nvidia/version of the node would say."""
-        note = standin.annotations(self.node(name)).get(standin.LOADED)
-        return json.loads(note)["version"] if note else None
+        return loaded(self.node(name))
 
     def label(self, name: str, key: str) -> str | None:
         return standin.labels(self.node(name)).get(key)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpufleet.driver.plugins.callback.progress import BAD, GOOD, Line, Progress
+from ansible_collections.gpufleet.driver.plugins.callback.progress import BAD, GOOD, Line, Progress, plain
 
 PLAN = {"batches": [{"name": "canary", "nodes": ["g1"]}, {"name": "batch 1", "nodes": ["g2", "g3"]}]}
 
@@ -150,6 +150,10 @@ PLAYBOOK = """
       ansible.builtin.fail:
         msg: it is broken
 """
+
+
+def test_nothing_steers_the_terminal() -> None:
+    assert plain("r\u00e9serv\u00e9 \x1b[31m\u202eby\r bob") == "r\u00e9serv\u00e9 \\x1b[31m\\u202eby\\r bob"
 
 
 def test_ansible_takes_it_as_its_callback(tmp_path: Path) -> None:

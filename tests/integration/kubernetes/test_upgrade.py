@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cluster import until
+from cluster import Object, until
 from fleet import Fleet, Played
-from operator_cluster import DRIVERS, NEW, OLD, POLICIES, OperatorCluster
+from operator_cluster import DRIVERS, NEW, OLD, POLICIES, OperatorCluster, loaded
 from standin import SKIP
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api import Api
@@ -53,7 +54,7 @@ class Operated:
         self.work = {"serve-4": (4, quarter // 2), "serve-2": (2, quarter // 2), "serve-1": (1, quarter)}
         for name, (size, count) in self.work.items():
             self.cluster.apps("deployments", name, replicas=count, gpus=size, wait=False)
-        until("all work runs", self.all_at_work, 60)
+        self.until("all work runs", self.all_at_work)
 
     def all_at_work(self) -> bool:
         return all(self.cluster.are_ready("deployments", name) for name in self.work)
@@ -61,13 +62,21 @@ class Operated:
     def upgrade(self, **variables: Any) -> Played:
         return self.fleet.play("upgrade", timeout=600, **{**self.variables, **variables})
 
+    def nodes(self) -> dict[str, Object]:
+        selector = f"lab.gpufleet/test={self.cluster.namespace}"
+        items = self.cluster.api.get("/api/v1/nodes", labelSelector=selector)["items"]
+        found = {node["metadata"]["name"]: node for node in items}
+        return {name: found[name] for name in self.names}
+
     def loaded(self) -> dict[str, str | None]:
-        return {name: self.cluster.loaded(name) for name in self.names}
+        return {name: loaded(node) for name, node in self.nodes().items()}
 
+    def closed(self) -> list[str]:
+        nodes = self.nodes().items()
+        return [name for name, node in nodes if node["spec"].get("unschedulable") or node["spec"].get("taints")]
 
-def closed(operated: OperatorCluster) -> list[str]:
-    nodes = {name: operated.node(name) for name in operated.names}
-    return [name for name, node in nodes.items() if node["spec"].get("unschedulable") or node["spec"].get("taints")]
+    def until(self, what: str, holds: Callable[[], Any], seconds: float = 240) -> None:
+        until(what, holds, seconds, every=0.3)
 
 
 def disturbed(operated: OperatorCluster, run: Operated, outcomes: dict[str, str], **variables: Any) -> None:
@@ -77,13 +86,13 @@ def disturbed(operated: OperatorCluster, run: Operated, outcomes: dict[str, str]
     by_hand = [name for name, outcome in outcomes.items() if outcome == "skipped"]
     operated.cordon(*by_hand)
     playing = run.fleet.begin("upgrade", gpu_batch_size=6, gpu_max_unavailable=8, **run.variables, **variables)
-    until("the canary is there", lambda: NEW in run.loaded().values(), 240)
+    run.until("the canary is there", lambda: NEW in run.loaded().values())
     late = next(name for name, version in run.loaded().items() if version == NEW)
-    until("the canary is in service again", lambda: late not in closed(operated), 240)
+    run.until("the canary is in service again", lambda: late not in run.closed())
     operated.cordon(late)
     with pytest.raises(LeaseError, match="locked by run"):
         ClusterLease(Api(str(operated.kubeconfig)), "default").hold("another", None, 60, None)
-    until("a batch is under way", lambda: sum(v == NEW for v in run.loaded().values()) > 1, 240)
+    run.until("a batch is under way", lambda: sum(v == NEW for v in run.loaded().values()) > 1)
     operated.lab("kill", "kube-apiserver")
     operated.lab("start", "kube-apiserver")
     played = playing.end(1200)
@@ -91,10 +100,10 @@ def disturbed(operated: OperatorCluster, run: Operated, outcomes: dict[str, str]
     upgraded = [name for name, outcome in outcomes.items() if outcome == "upgraded"]
     assert run.loaded() == {name: NEW if name in upgraded else OLD for name in run.names}
     assert all("cordoned by somebody-else" in played.nodes[name]["reason"] for name in by_hand)
-    assert sorted(closed(operated)) == sorted([*by_hand, late])
-    until("all work runs", run.all_at_work, 60)
-    for name in run.names:
-        meta = operated.node(name)["metadata"]
+    assert sorted(run.closed()) == sorted([*by_hand, late])
+    run.until("all work runs", run.all_at_work)
+    for name, node in run.nodes().items():
+        meta = node["metadata"]
         ours = [key for key in meta["annotations"] if key.startswith(objects.PREFIX)]
         # held, since the operator itself would upgrade one at once that is cordoned, or has another version
         held = name not in upgraded
@@ -103,7 +112,7 @@ def disturbed(operated: OperatorCluster, run: Operated, outcomes: dict[str, str]
 
 
 def test_a_fleet_at_work_with_a_cluster_policy(operated: OperatorCluster, tmp_path: Path) -> None:
-    names = operated.begin(12)
+    names = operated.begin(12, settings={"round_seconds": 0.5})
     policy = operated.api.get(f"{POLICIES}/cluster-policy")["spec"]["driver"]["upgradePolicy"]
     outcomes = {name: "skipped" if name == names[3] else "upgraded" for name in names}
     disturbed(operated, Operated(operated, tmp_path), outcomes)
@@ -113,20 +122,21 @@ def test_a_fleet_at_work_with_a_cluster_policy(operated: OperatorCluster, tmp_pa
 def test_a_fleet_at_work_with_pools_of_nvidia_drivers(operated: OperatorCluster, tmp_path: Path) -> None:
     """On one node the driver does not load: it goes back. Afterwards another is sent back by hand."""
     pools = {"pool-a": {"pool": "a"}, "pool-b": {"pool": "b"}}
-    names = operated.begin(12, pools=pools, settings={"release": "v26.7.0"})
+    settings = {"release": "v26.7.0", "round_seconds": 0.5}
+    names = operated.begin(12, pools=pools, settings=settings)
     by_hand, broken = names[3], names[10]
-    operated.set(broken={NEW: [broken]})
+    operated.set(broken={NEW: [broken]}, **settings)
     run = Operated(operated, tmp_path)
     outcomes = {**dict.fromkeys(names, "upgraded"), by_hand: "skipped", broken: "rolled back"}
     disturbed(operated, run, outcomes, gpu_max_failed=1)
     assert {i["spec"]["version"] for i in operated.api.get(DRIVERS)["items"]} == {NEW}
-    one = next(name for name, outcome in outcomes.items() if outcome == "upgraded" and name not in closed(operated))
-    before, out = run.loaded(), closed(operated)
+    one = next(name for name, outcome in outcomes.items() if outcome == "upgraded" and name not in run.closed())
+    before, out = run.loaded(), run.closed()
     back = run.fleet.play("rollback", gpu_hosts=one, **{**run.variables, "gpu_workload_wait": 2})
     assert back.rc == 0 and back.outcomes == {one: "rolled back"}, back.output[-6000:]
-    assert run.loaded() == {**before, one: OLD} and closed(operated) == out and operated.label(one, SKIP) == "true"
+    assert run.loaded() == {**before, one: OLD} and run.closed() == out and operated.label(one, SKIP) == "true"
     assert {i["spec"]["version"] for i in operated.api.get(DRIVERS)["items"]} == {NEW}
-    until("all work runs", run.all_at_work, 60)
+    run.until("all work runs", run.all_at_work)
 
 
 def test_a_canary_whose_driver_does_not_load_goes_back(operated: OperatorCluster, tmp_path: Path) -> None:
@@ -137,6 +147,6 @@ def test_a_canary_whose_driver_does_not_load_goes_back(operated: OperatorCluster
     played = run.upgrade()
     assert played.rc != 0
     assert sorted(played.outcomes.values()) == ["not started", "not started", "rolled back"], played.output[-6000:]
-    assert set(run.loaded().values()) == {OLD} and operated.version() == OLD and closed(operated) == []
+    assert set(run.loaded().values()) == {OLD} and operated.version() == OLD and run.closed() == []
     assert not any(operated.label(name, SKIP) for name in operated.names)
-    until("all work runs", run.all_at_work, 60)
+    run.until("all work runs", run.all_at_work)

@@ -53,6 +53,7 @@ VALIDATOR = "nvidia-operator-validator"
 
 DEFAULTS: dict[str, Any] = {
     "release": "v25.10.1",
+    "round_seconds": 0.1,  # between two looks at the cluster
     "pass_seconds": 0.5,  # between two passes of the upgrade controller; it is 120 without an event
     "init_seconds": 0.2,
     "install_seconds": 0.5,
@@ -104,6 +105,7 @@ def holds_driver(pod: Object) -> bool:
 class Operator:
     def __init__(self, api: Api) -> None:
         self.api = api
+        self.settings = DEFAULTS
         self.doing: dict[str, Object] = {}  # driver pod uid → what its containers are at
         self.next_pass = 0.0
         self.passes = 0
@@ -119,7 +121,7 @@ class Operator:
             except ApiError as exc:
                 if exc.status not in (404, 409, 422):
                     print(exc, flush=True)
-            time.sleep(0.1)
+            time.sleep(self.settings["round_seconds"])
 
     def round(self) -> None:
         self.settings = {**DEFAULTS, **self.read_settings()}
