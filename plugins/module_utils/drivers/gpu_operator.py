@@ -603,11 +603,9 @@ class GpuOperator:
             said.append(f"the operator's again: {' '.join(node.name for node in good)}")
         if not check:
             self._api.each(self._let_go, good)
-            if not left:
-                body = {
-                    "metadata": {"annotations": {objects.NOTE: None, objects.LAST: self._remembered(owner, version)}}
-                }
-                self._api.ask("PATCH", owner.path, body, MERGE_PATCH, fieldManager=FIELD_MANAGER)
+            annotations = {objects.LAST: self._remembered(owner, version), **({} if left else {objects.NOTE: None})}
+            body = {"metadata": {"annotations": annotations}}
+            self._api.ask("PATCH", owner.path, body, MERGE_PATCH, fieldManager=FIELD_MANAGER)
         return said
 
     def _remembered(self, owner: Owner, version: str) -> str | None:

@@ -96,6 +96,7 @@ def test_exactly_the_failed_nodes_go_back(operated: OperatorCluster) -> None:
     assert f"again: {first}" in said and f"{second} {third}" in said
     assert settled(operated, first) and operated.label(second, SKIP) == operated.label(third, SKIP) == "true"
     assert [operated.loaded(n) for n in (first, second, third)] == [NEW, OLD, OLD]
+    assert operated.judged()["nodes"][first]["previous"] == OLD, "it can still go back, whatever became of the others"
 
 
 def test_a_canary_that_fails_leaves_the_fleet_as_it_was(operated: OperatorCluster) -> None:
