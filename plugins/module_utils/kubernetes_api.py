@@ -42,8 +42,8 @@ ARGUMENTS: dict[str, Any] = {
 """The argument spec of the doc fragment ``gpufleet.driver.kubernetes``."""
 
 _RETRY_SECONDS = 1.0
-_AWAY = (429, 502, 503, 504)
-_READ_AWAY = (500,)
+_AWAY = (429, 500, 502, 503, 504)
+"""Also 500: what a server says whose store changes its leader, or whose webhook is being restarted."""
 _MANY = 16
 _CONFLICTS = 8
 _CHANGED_MEANWHILE = (409, 422)
@@ -140,7 +140,7 @@ class Api:
         :param outage: seconds for the server to be back, if not those of all requests.
         :raises ClusterError: if it is not back by then.
         """
-        away = {*_AWAY, *(_READ_AWAY if method == "GET" else ())} - set(final)
+        away = set(_AWAY) - set(final)
         target = path + (f"?{urlencode(query)}" if query else "")
         data = None if body is None else json.dumps(body).encode()
         outage = self._outage if outage is None else outage

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ansible_collections.gpufleet.driver.plugins.module_utils import kubeconfig
+from ansible_collections.gpufleet.driver.plugins.module_utils import kubeconfig, kubernetes_api
 from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api import Api, ClusterError
 
 
@@ -39,6 +39,8 @@ class Server:
         self.asked: list[dict[str, Any]] = []
         self.body: bytes | None = None
         self.hang_up = False
+        self.statuses: list[int] = []
+        """Of the next answers; then 200."""
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -53,11 +55,15 @@ class Server:
                 said["certificate"] = self.connection.getpeercert()  # type: ignore[attr-defined]
                 outer.asked.append(said)
                 body = b"{}" if outer.body is None else outer.body
-                self.send_response(200)
+                self.send_response(outer.statuses.pop(0) if outer.statuses else 200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
                 self.close_connection = outer.hang_up
+
+            def do_PATCH(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
 
             def log_message(self, *given: Any) -> None:
                 pass
@@ -162,6 +168,21 @@ def test_a_server_may_be_below_a_path_and_connections_are_used_again(server: Ser
     assert {each["path"] for each in server.asked} == {"/k8s/clusters/c-1/version?limit=1"}
     ports = [each["port"] for each in server.asked]
     assert ports[0] == ports[1] != ports[2] == ports[3]
+
+
+@pytest.mark.parametrize("method", ["GET", "PATCH"])
+def test_a_server_that_is_away_is_asked_again(
+    server: Server, place: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(kubernetes_api, "_RETRY_SECONDS", 0.01)
+    server.statuses = [429, 500, 502, 503, 504]
+    api = Api(write(place, server), outage=5)
+    assert api.request(method, "/x", {} if method == "PATCH" else None).ok and len(server.asked) == 6
+    server.statuses = [500]
+    assert api.request("PATCH", "/x", {}, final=(500,)).status == 500
+    server.statuses = [503] * 100
+    with pytest.raises(ClusterError, match=r"gave no answer to PATCH /x for 0 s: 503 .*kubectl get --raw /readyz"):
+        api.request("PATCH", "/x", {}, outage=0)
 
 
 def test_what_is_no_json_is_told(server: Server, place: Path) -> None:

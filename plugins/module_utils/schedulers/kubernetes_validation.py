@@ -31,6 +31,9 @@ _LONGEST = 253
 DRA = "gpu.nvidia.com"
 """NVIDIA's DRA driver, its device class, and how a node's GPUs are called here that are offered by it alone."""
 
+_THERE = 409
+"""An earlier one was removed before; so it is ours, of a request that had to be sent twice."""
+
 _CLAIMS = "resource.k8s.io/v1"
 _OURS = {"app.kubernetes.io/managed-by": "gpufleet", "app.kubernetes.io/component": "validation"}
 
@@ -147,7 +150,7 @@ class Validation:
         created = self._api.request(
             "POST", object_path("v1", "pods", "", self._pod.namespace), self._manifest(name, gpus)
         )
-        if not created.ok:
+        if not created.ok and created.status != _THERE:
             return f"no validation pod could be made in namespace {self._pod.namespace}: {created.message}"
         while True:
             pod = self._api.find(path)
@@ -174,7 +177,7 @@ class Validation:
             "spec": {"devices": {"requests": [request]}},
         }
         created = self._api.request("POST", object_path(_CLAIMS, "resourceclaims", "", self._pod.namespace), claim)
-        if created.ok:
+        if created.ok or created.status == _THERE:
             return ""
         return f"no claim of its GPUs could be made in namespace {self._pod.namespace}: {created.message}"
 
