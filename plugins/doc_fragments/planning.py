@@ -54,8 +54,9 @@ options:
   canary:
     description:
       - How many nodes of each GPU model are upgraded and judged before all others, or the names of the nodes.
-      - A number takes the cheapest nodes of the most common kind. V(0) is no canary.
-      - Nodes left unfinished by an interrupted upgrade count as canaries.
+      - A number takes the cheapest nodes of the most common kind that are not in O(reserve), as far as the limits below
+        let them be down at once; the plan's notes say if that is fewer. V(0) is no canary.
+      - Nodes left unfinished by an interrupted upgrade count as canaries. Nodes out of service come with them.
     type: raw
     default: 1
   batch_size:
@@ -74,7 +75,9 @@ options:
       - Nodes out of service already count.
     type: raw
   keep_together:
-    description: Kinds of domain whose nodes are upgraded in one batch. An empty list allows every domain to be split.
+    description:
+      - Kinds of domain whose nodes are upgraded in one batch. An empty list allows every domain to be split.
+      - A node of two domains joins them. If one of the nodes keeps its driver, the whole domain does.
     type: list
     elements: str
     default: [nvlink, imex]
@@ -90,6 +93,7 @@ options:
   max_wait:
     description:
       - How long a batch may wait for work to end by itself, in seconds. It waits only where that loses least.
+      - It waits for the longest save besides.
     type: float
     default: 7200
   max_pending:

@@ -95,6 +95,8 @@ class Workload:
     ``at_risk`` is the progress a cold start loses and ``start_cost`` the time from start to useful work, both in
     seconds. ``capture`` and ``restore`` are measured or estimated by its backend. ``requires`` maps a node label to
     the values allowed. ``together`` names a domain kind that all members must share; ``spread`` one they should not.
+    ``stays_home`` is work that only starts again where it is (a unit of that machine); it is started on the node
+    ``stand_in`` meanwhile, which is not upgraded at the same time.
     """
 
     name: str
@@ -116,6 +118,8 @@ class Workload:
     tolerates: tuple[str, ...] = ()
     together: str | None = None
     spread: str | None = None
+    stays_home: bool = False
+    stand_in: str | None = None
 
     @property
     def gpus(self) -> float:
@@ -504,6 +508,8 @@ WORKLOAD_FIELDS: _Converters = {
     "tolerates": _texts,
     "together": _text_or_null,
     "spread": _text_or_null,
+    "stays_home": _flag,
+    "stand_in": _text_or_null,
 }
 SNAPSHOT_FIELDS: _Converters = {
     "format": _text,

@@ -244,6 +244,21 @@ work:
       description: What would end it.
       type: str
       returned: always
+    may:
+      description:
+        - What may be done to it, in the words of a plan - V(restart) is to stop and start it again, V(move) to move it
+          if that is possible, V(wait) to wait for it.
+      type: list
+      elements: str
+      returned: always
+    wait:
+      description: Seconds that it is waited for at most.
+      type: int
+      returned: always
+    elsewhere:
+      description: The host on which it is started meanwhile, if there is one.
+      type: str
+      returned: always
     then:
       description: What O(state=stopped) would do about it, with the same O(wait) and O(undeclared).
       type: str

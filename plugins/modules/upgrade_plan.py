@@ -85,7 +85,9 @@ plan:
   returned: success
   contains:
     id:
-      description: Twelve digits that stand for version and batches; two plans with one id do the same.
+      description:
+        - Twelve digits that stand for the version, the canary, the batches, and what is moved or started cold, and
+          where. Two plans with one id do the same to nodes and work.
       type: str
     version:
       description: The driver version.
@@ -93,7 +95,7 @@ plan:
     batches:
       description:
         - The batches in order, each with C(name), C(nodes), C(starts_seconds) from the start of the plan,
-          C(wait_seconds), C(ends_seconds), C(undisturbed) (how many workloads end before) and C(workloads).
+          C(wait_seconds), C(ends_seconds), C(undisturbed) (the names of workloads that end before) and C(workloads).
         - Each workload has C(workload), C(fate), C(nodes), C(to), C(lost_gpu_hours) and C(reason).
       type: list
       elements: dict
@@ -156,6 +158,8 @@ review:
         - The nodes of the next batch that are not to be upgraded any more, each with C(node) and C(reason), for example
           because somebody took them out of service. The rest may go on without them if C(safe).
         - Not safe is a canary of which nothing is left, and a domain that is kept together without one of its nodes.
+          Nor is a batch of which work would start cold that the plan moves, waits for or lets end, or that goes beyond
+          O(max_unavailable) or O(max_pending).
       type: list
       elements: dict
 """

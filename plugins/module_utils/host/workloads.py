@@ -411,14 +411,21 @@ class Workloads:
             entry = _entry(known.name, kind, [holder for holder in everybody if one.owns(holder)])
             what = one.units[0].id if one.units else known.unit or known.container
             then = _then_declared(known) if one.running else "is not running, and left so"
-            work.append({**entry, "declared": True, "what": what, "state": one.state, "then": then})
+            plans = {
+                "may": ["move", "restart"] if known.movable else ["restart"],
+                "wait": 0,
+                "elsewhere": known.elsewhere,
+            }
+            work.append({**entry, "declared": True, "what": what, "state": one.state, "then": then, **plans})
         others: dict[tuple[str, str], list[Holder]] = {}
         for holder in everybody:
             if not any(one.owns(holder) for one in found) and not self._of_platform(holder):
                 others.setdefault((holder.kind, holder.part_of), []).append(holder)
         for (kind, name), its in others.items():
             then = self._then(its, wait, undeclared)
-            work.append({**_entry(name, kind, its), "declared": False, "what": name, "state": "running", "then": then})
+            entry = {**_entry(name, kind, its), "declared": False, "what": name, "state": "running", "then": then}
+            may = ["wait", "restart"] if undeclared == STOP and self._can_stop(its) else ["wait"]
+            work.append({**entry, "may": may, "wait": wait, "elsewhere": None})
         return work
 
     def _then(self, its: Sequence[Holder], wait: float, undeclared: str) -> str:
@@ -426,9 +433,12 @@ class Workloads:
         if undeclared == REFUSE:
             return "is not declared in gpu_workloads, so the node is refused"
         patience = f"is not declared in gpu_workloads: it is waited for, at most {wait:.0f} s, then"
-        if undeclared == STOP and all(holder.container or self._stoppable(holder) for holder in its):
+        if undeclared == STOP and self._can_stop(its):
             return f"{patience} it is stopped, and started again afterwards"
         return f"{patience} the node is given up, with its declared work untouched"
+
+    def _can_stop(self, its: Sequence[Holder]) -> bool:
+        return all(holder.container or self._stoppable(holder) for holder in its)
 
     def _find_all(self, declared: Sequence[Workload]) -> list[Found]:
         names = [workload.name for workload in declared]

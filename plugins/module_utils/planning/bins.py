@@ -8,20 +8,22 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Optional
 
 from ..fleet import Demand
-from .model import Model, out_of_service
+from .model import Model, is_due, joined, out_of_service
 from .policy import BadPolicy, batch_limits, most_down
 
 Use = tuple[str, Optional[str]]
-"""What a limit counts: nodes of a domain (its kind and name), ``budget`` or ``gpus`` and the name of either."""
+"""What a limit counts: nodes of a domain (its kind and name); ``budget``, ``gpus`` or ``stand_in`` and the name of the
+budget, the GPU model, or the work that is started on another node meanwhile."""
 
 
 class Group:
-    """Nodes that share a batch: a domain that is kept together, or one node. ``uses`` counts against batch limits."""
+    """Nodes that share a batch: a domain that is kept together, or one node. ``uses`` counts against batch limits;
+    ``due`` says that it comes first, ``classes`` of which kinds its nodes are."""
 
     def __init__(self, model: Model, nodes: Sequence[int], limits: Mapping[Use, float]) -> None:
         self.nodes = tuple(nodes)
@@ -31,7 +33,8 @@ class Group:
         self.gpu_models = {model.nodes[node].gpu_model for node in nodes}
         self.free = sum(model.nodes[node].free.get("gpu", 0) for node in nodes)
         self.cost = sum(early_cost(model, item) for item in self.items)
-        self.unfinished = any(model.nodes[node].unfinished for node in nodes)
+        self.due = any(is_due(model.nodes[node]) for node in nodes)
+        self.classes = {model.classes.of[node] for node in nodes}
         self.uses: dict[Use, int] = {}
         for node in nodes if limits else ():
             self._use(("gpus", model.nodes[node].gpu_model), model.nodes[node].gpus, limits)
@@ -40,6 +43,9 @@ class Group:
         for item in self.items:
             for name in model.items[item].workload.budgets:
                 self._use(("budget", name), 1, limits)
+        for node in nodes if model.apart else ():
+            for item in model.apart.get(node, ()):
+                self._use(("stand_in", model.items[item].name), 1, limits)
 
     def _use(self, use: Use, amount: int, limits: Mapping[Use, float]) -> None:
         if use in limits:
@@ -52,6 +58,7 @@ def use_limits(model: Model, unused: frozenset[int] = frozenset()) -> dict[Use, 
     GPUs of a model that may be down at once follow from ``max_pending``: what waits already and what free GPUs absorb.
     """
     limits: dict[Use, float] = {("budget", name): allowed for name, allowed in model.snapshot.budgets.items()}
+    limits.update((("stand_in", model.items[item].name), 1.0) for items in model.apart.values() for item in items)
     for kind, most in model.policy.max_per_domain:
         limits.update(((kind, node.domains[kind]), most) for node in model.nodes if kind in node.domains)
     for name, bound in model.policy.max_pending:
@@ -60,7 +67,7 @@ def use_limits(model: Model, unused: frozenset[int] = frozenset()) -> dict[Use, 
         free = sum(
             node.free.get("gpu", 0)
             for number, node in enumerate(model.nodes)
-            if node.gpu_model == name and node.schedulable and number not in unused
+            if node.gpu_model == name and node.schedulable and not node.cordoned_by and number not in unused
         )
         limits["gpus", name] = bound - waiting + free
     return limits
@@ -74,19 +81,35 @@ def early_cost(model: Model, index: int) -> float:
     return item.gpus * item.pause if item.movable else item.gpus * 1e6
 
 
+def exceeded(group: Group, used: Mapping[Use, float], limits: Mapping[Use, float], beside: bool) -> Use | None:
+    """The limit that a batch would exceed with this group, if it uses so much already. Without others ``beside`` it, a
+    group may exceed a budget or a domain limit: it cannot be divided."""
+    for use, amount in group.uses.items():
+        if used.get(use, 0) + amount > limits[use] and (beside or use[0] == "gpus"):
+            return use
+    return None
+
+
+def out_already(model: Model) -> int:
+    """Nodes out of service that are not to be upgraded."""
+    moving = set(model.moving)
+    return sum(out_of_service(node) for number, node in enumerate(model.nodes) if number not in moving)
+
+
 class Bins:
     """Batches being filled; ``first`` is the canary's batch, which takes nothing else.
 
     ``total`` is the number of nodes of which a percentage in the policy is taken.
+
+    :raises BadPolicy: if the canary's batch exceeds a limit.
     """
 
     def __init__(self, model: Model, first: Sequence[Group], uses: Mapping[Use, float], total: int) -> None:
         self.model = model
         policy = model.policy
-        moving = set(model.moving)
-        out = sum(out_of_service(node) for number, node in enumerate(model.nodes) if number not in moving)
+        out = out_already(model)
         self.limits = batch_limits(policy, total, out)
-        fresh = sum(len(group.nodes) for group in first if not group.unfinished)
+        fresh = sum(not is_due(model.nodes[node]) for group in first for node in group.nodes)
         allowed = most_down(policy, total, out)
         if fresh > allowed:
             raise BadPolicy(
@@ -103,8 +126,9 @@ class Bins:
         if first:
             self.append()
             for group in first:
-                if any(use[0] == "gpus" and amount > uses[use] for use, amount in group.uses.items()):
-                    raise BadPolicy(self._too_large(group, 0))
+                over = None if group.due else self._over(0, group)
+                if over is not None:
+                    raise BadPolicy(self._too_large(group, 0) if over[0] == "gpus" else self._too_many(group, over))
                 self.add(0, group)
 
     def limit(self, number: int) -> int:
@@ -138,13 +162,26 @@ class Bins:
                 del part[-1]
 
     def admits(self, number: int, group: Group) -> bool:
-        """A group that alone exceeds a budget or a domain limit is admitted to an empty bin: it cannot be divided."""
-        size = self.sizes[number]
-        if size + len(group.nodes) > self.limit(number) or (self.first and number == 0):
+        if self.first and number == 0:
             return False
-        return not any(
-            self.used[number][use] + amount > self.use_limits[use] and (size or use[0] == "gpus")
-            for use, amount in group.uses.items()
+        return self.sizes[number] + len(group.nodes) <= self.limit(number) and self._over(number, group) is None
+
+    def exchanges(self, group: Group) -> bool:
+        """Whether the canary's batch takes a group in exchange for one that it has just lost."""
+        return self._over(0, group) is None
+
+    def _over(self, number: int, group: Group) -> Use | None:
+        return exceeded(group, self.used[number], self.use_limits, bool(self.sizes[number]))
+
+    def _too_many(self, group: Group, over: Use) -> str:
+        limit = f"budget {over[1]}" if over[0] == "budget" else f"max_per_domain of {over[0]} {over[1]}"
+        if over[0] == "stand_in":
+            return (
+                f"the canaries are both the node of {over[1]} and the one on which it is started meanwhile: choose one"
+            )
+        return (
+            f"the canaries exceed the {limit} with {self.model.nodes[group.nodes[0]].name}: it allows "
+            f"{self.use_limits[over]:g} at a time; choose fewer canaries, or others"
         )
 
     def add(self, number: int, group: Group) -> None:
@@ -182,10 +219,11 @@ class Bins:
                     f"max_pending lets {max(0.0, self.use_limits[use]):g} GPUs of {use[1]} be down and {node.name} "
                     f"has {amount}: raise max_pending or let the queue shrink"
                 )
-        kind = next((kind for kind in self.model.policy.keep_together if kind in node.domains), "")
+        kinds = [kind for kind in self.model.policy.keep_together if kind in node.domains]
+        domain = " and ".join(f"{kind} {node.domains[kind]}" for kind in kinds)
         return (
-            f"the {len(group.nodes)} nodes of {kind} {node.domains.get(kind)} are upgraded together and a batch holds "
-            f"{limit}: raise batch_size or max_unavailable, or leave {kind} out of keep_together to let it be split"
+            f"the {len(group.nodes)} nodes of {domain} are upgraded together and a batch holds {limit}: raise "
+            f"batch_size or max_unavailable, or leave {' and '.join(kinds)} out of keep_together to let it be split"
         )
 
     def contents(self) -> list[list[Group]]:
@@ -205,12 +243,7 @@ class Bins:
 
 def together(model: Model, nodes: Iterable[int]) -> list[list[int]]:
     """Nodes by the domains that are kept together, in the order of each one's first node."""
-    found: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for index in nodes:
-        node = model.nodes[index]
-        kind = next((kind for kind in model.policy.keep_together if kind in node.domains), None)
-        found[(kind, node.domains[kind]) if kind else ("", node.name)].append(index)
-    return list(found.values())
+    return joined(model.nodes, model.policy.keep_together, nodes)
 
 
 def grouped(model: Model, uses: Mapping[Use, float]) -> list[Group]:

@@ -80,9 +80,9 @@ FIELDS = (
 )
 NAMES = frozenset(each.name for each in FIELDS)
 
-NOT_OF_OWN_SAVES = NAMES - {"gpu_model", "driver"}
-"""What does not matter to work that saves itself in a form of its own (a Slurm job, asked by a signal): it is promised
-the GPU model and driver that it had, and nobody tells more about a node of Slurm."""
+NOT_TOLD_OF = NAMES - {"gpu_model", "driver"}
+"""What is not looked at for a Slurm job, which saves itself in a form of its own, and for work of a plain host: the
+machine it goes to is asked then. Both are promised the GPU model and driver they had, and nobody tells more."""
 
 
 @dataclass(frozen=True)

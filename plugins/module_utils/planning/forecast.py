@@ -132,18 +132,18 @@ def forecast(snapshot: Snapshot, policy: Policy, plan: Plan, chances: Chances | 
         lost = dict.fromkeys(CAUSES, 0.0)
         lost["idle"] = played.idle
         counts = dict.fromkeys((MOVE, COLD, WAIT), 0)
+        stuck: set[int] = set()
         for fate in played.fates:
-            if fate.what == BLOCKED:
-                # Planned around by a fresh plan; counted here as what forcing it would cost.
-                lost["cold_starts"] += varied.items[fate.item].cold
-                counts[COLD] += 1
+            if fate.what == BLOCKED:  # it works on, and its node is given up
+                stuck.update(node for node in batches[fate.batch] if node in varied.items[fate.item].nodes)
                 continue
             if fate.what in counts:
                 counts[fate.what] += 1
             lost["moves" if fate.what == MOVE else "cold_starts"] += fate.lost
         failed = {node for batch in batches for node in batch if dice.random() < chances.failure}
+        failed |= stuck
         finish = played.finish + varied.swap * sum(any(n in failed for n in batch) for batch in batches)
-        curve = _curve(varied, batches, [s + w for s, w in zip(played.starts, played.waits)], failed)
+        curve = _curve(varied, batches, [end - varied.slot for end in played.ends], failed)
         runs.append(Run(lost, finish, counts[MOVE], counts[COLD], counts[WAIT], len(failed), curve))
     return Forecast("plan", tuple(runs), _swap_lost(model, batches))
 

@@ -8,6 +8,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
@@ -75,7 +76,8 @@ class Model:
 
     ``upgraded``, ``kept`` and ``moving`` partition the node numbers: on the target version already, left out but able
     to take work, and to be upgraded; nodes in none of them are left out and take no work. ``slot`` is the seconds a
-    batch takes that does not wait; a forecast varies it, while what a batch is ``expected`` to take stays.
+    batch takes that does not wait; a forecast varies it, while what a batch is ``expected`` to take stays. ``apart``
+    has of nodes the items with a stand-in, at home or there: two nodes of one item are not upgraded at the same time.
     """
 
     def __init__(self, snapshot: Snapshot, policy: Policy, skipped: dict[str, str]) -> None:
@@ -83,7 +85,7 @@ class Model:
         self.policy = policy
         self.nodes = snapshot.nodes
         self.number = {node.name: index for index, node in enumerate(snapshot.nodes)}
-        self.slot = snapshot.durations.swap + snapshot.durations.evacuate
+        self.slot = max(1.0, snapshot.durations.swap + snapshot.durations.evacuate)
         self.swap = snapshot.durations.swap
         self.expected = self.slot
         self.moving = [index for index, node in enumerate(self.nodes) if node.name not in skipped]
@@ -105,6 +107,7 @@ class Model:
         self.free: list[Resources] = [node.free for node in self.nodes]
         self.items: list[Item] = []
         self.residents: list[list[int]] = [[] for dummy in self.nodes]
+        self.apart: dict[int, list[int]] = {}
         self._needs: dict[tuple[tuple[str, int], ...], Need] = {}
         self._shapes: dict[tuple[object, ...], tuple[Shape, frozenset[int], frozenset[int]]] = {}
         for workload in snapshot.workloads:
@@ -136,6 +139,11 @@ class Model:
                 dummy, restorable, startable = self._shape(workload, node)
                 item.restorable &= restorable
                 item.startable &= startable
+        if workload.stays_home:
+            item.startable = frozenset()
+        if workload.stand_in in self.number:
+            for node in (nodes[0], self.number[workload.stand_in]):
+                self.apart.setdefault(node, []).append(len(self.items))
         item.idle *= self.idle_weight[nodes[0]]
         for budget in workload.budgets:
             if self.snapshot.budgets[budget] == 0:
@@ -165,6 +173,35 @@ class Model:
 def out_of_service(node: Node) -> bool:
     """Whether a machine with GPUs takes no work."""
     return node.gpus > 0 and not (node.schedulable and node.cordoned_by is None)
+
+
+def is_due(node: Node) -> bool:
+    """Whether a node to upgrade comes first: an interrupted upgrade left it half way, or it is out of service anyway
+    and would use up ``max_unavailable`` until its turn."""
+    return node.unfinished or out_of_service(node)
+
+
+def joined(nodes: Sequence[Node], kinds: Collection[str], numbers: Iterable[int]) -> list[list[int]]:
+    """The node ``numbers`` by their domains of these ``kinds``, in the order of each one's first node; a node that is
+    in two domains joins them."""
+    parent: dict[tuple[str, str], tuple[str, str]] = {}
+
+    def root(domain: tuple[str, str]) -> tuple[str, str]:
+        while parent[domain] != domain:
+            domain = parent[domain]
+        return domain
+
+    homes: list[tuple[int, tuple[str, str] | None]] = []
+    for index in numbers:
+        here = [domain for domain in nodes[index].domains.items() if domain[0] in kinds]
+        for domain in here:
+            parent.setdefault(domain, domain)
+            parent[root(domain)] = root(here[0])
+        homes.append((index, here[0] if here else None))
+    found: dict[object, list[int]] = {}
+    for index, home in homes:
+        found.setdefault(index if home is None else root(home), []).append(index)
+    return list(found.values())
 
 
 def skip_reason(node: Node, policy: Policy) -> str | None:

@@ -103,7 +103,7 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
         max_per_domain=tuple(
             (kind, _positive(f"max_per_domain.{kind}", n)) for kind, n in options["max_per_domain"].items()
         ),
-        reserve=tuple(options["reserve"]),
+        reserve=tuple(name for name in options["reserve"] if name),
         max_wait=_amount("max_wait", options["max_wait"]),
         max_pending=tuple((model, _amount(f"max_pending.{model}", n)) for model, n in options["max_pending"].items()),
         windows=tuple(Window.of(window) for window in options["windows"]),

@@ -19,9 +19,9 @@ from functools import partial
 from math import ceil, inf
 from typing import Callable
 
-from .bins import Bins, Group, Use, early_cost, grouped, use_limits
-from .model import Model
-from .policy import BadPolicy
+from .bins import Bins, Group, Use, early_cost, exceeded, grouped, out_already, use_limits
+from .model import Model, is_due, out_of_service
+from .policy import BadPolicy, most_down
 from .schedule import Hint, Played, play
 from .search import EFFORT, Best, Search
 
@@ -38,28 +38,39 @@ _LONGER = 4
 """How many times longer the search goes on from the best that was found from any beginning."""
 
 
-def canaries(model: Model, groups: Sequence[Group]) -> list[Group]:
-    """Unfinished nodes and those named; or of each GPU model the cheapest nodes of its most common kind."""
+def canaries(model: Model, groups: Sequence[Group], uses: Mapping[Use, float]) -> list[Group]:
+    """Nodes that are due and those named; or of each GPU model the cheapest nodes of its most common kind, as far as
+    the policy's limits let them be down at once: fewer than asked for, or none of a model, rather than too many."""
     policy = model.policy
-    first = [group for group in groups if group.unfinished]
+    first = [group for group in groups if group.due]
     if not isinstance(policy.canary, int):
         names = set(policy.canary)
-        return [group for group in groups if group.unfinished or names & {model.nodes[n].name for n in group.nodes}]
+        return [group for group in groups if group.due or names & {model.nodes[n].name for n in group.nodes}]
+    used = Counter[Use]()
+    for group in first:
+        used.update(group.uses)
+    nodes = [model.nodes[number] for group in first for number in group.nodes]
+    down = sum(out_of_service(node) or not is_due(node) for node in nodes)
+    room = most_down(policy, sum(len(group.nodes) for group in groups), out_already(model)) - down
+    late = {group for group in groups if any(model.nodes[number].name in policy.reserve for number in group.nodes)}
     kinds = Counter(model.classes.of[group.nodes[0]] for group in groups)
     by_model: dict[str | None, list[Group]] = defaultdict(list)
     for group in groups:
         by_model[model.nodes[group.nodes[0]].gpu_model].append(group)
-    for members in by_model.values():
-        wanted = policy.canary - sum(len(group.nodes) for group in members if group.unfinished)
+    for members in sorted(by_model.values(), key=len, reverse=True):
+        wanted = policy.canary - sum(model.nodes[node].unfinished for group in members for node in group.nodes)
         ranked = sorted(
-            (group for group in members if not group.unfinished),
+            (group for group in members if not group.due and group not in late),
             key=lambda g: (-kinds[model.classes.of[g.nodes[0]]], len(g.nodes), g.cost, g.nodes),
         )
         for group in ranked:
             if wanted <= 0:
                 break
-            first.append(group)
-            wanted -= len(group.nodes)
+            if len(group.nodes) <= room and exceeded(group, used, uses, bool(first)) is None:
+                first.append(group)
+                used.update(group.uses)
+                room -= len(group.nodes)
+                wanted -= len(group.nodes)
     return first
 
 
@@ -216,7 +227,7 @@ def arrange(model: Model, absent: frozenset[int] = frozenset()) -> Arrangement:
     groups = [group for group in grouped(model, uses) if absent.isdisjoint(group.nodes)]
     if not groups:
         return Arrangement([], False, {}, absent, play(model, [], absent))
-    first = canaries(model, groups)
+    first = canaries(model, groups, uses)
     effort = _effort(model, absent)
     small = sum(len(group.nodes) for group in groups) <= _SMALL
     search = Search(model, first, absent)
@@ -231,17 +242,16 @@ def arrange(model: Model, absent: frozenset[int] = frozenset()) -> Arrangement:
 def extended(model: Model, earlier: Arrangement, absent: frozenset[int]) -> Arrangement | None:
     """What was found without more nodes than ``absent``, with these in the end and unused, or something better.
 
-    None if that cannot be, as one of these nodes would have to be a canary, or no batch takes it.
+    None if that cannot be, as more canaries would be needed than it has, or no batch takes one of these nodes.
     """
     uses = use_limits(model, absent)
     groups = [group for group in grouped(model, uses) if absent.isdisjoint(group.nodes)]
     number = {node: batch for batch, nodes in enumerate(earlier.batches) for node in nodes}
     known = [group for group in groups if group.nodes[0] in number]
     more = [group for group in groups if group.nodes[0] not in number]
-    models = {name for group in known for name in group.gpu_models}
-    if model.policy.canary and any(not group.gpu_models <= models for group in more):
-        return None
     first = [group for group in known if number[group.nodes[0]] == 0] if earlier.has_canary else []
+    if _models(canaries(model, groups, uses)) != _models(first):
+        return None
     bins = Bins(model, first, uses, sum(len(group.nodes) for group in groups))
     contents: list[list[Group]] = [[] for dummy in earlier.batches]
     for group in known:
@@ -257,6 +267,11 @@ def extended(model: Model, earlier: Arrangement, absent: frozenset[int]) -> Arra
     search = Search(model, first, absent, begin)
     search.go_on(bins, _effort(model, absent), kicks=10)
     return _arrangement(bins, search.best, (unused if search.best is begin else frozenset()) | absent)
+
+
+def _models(groups: Sequence[Group]) -> Counter[str]:
+    """GPU models of groups, with the number of groups that have them."""
+    return Counter(str(name) for group in groups for name in group.gpu_models)
 
 
 def _arrangement(bins: Bins, best: Best, unused: frozenset[int]) -> Arrangement:
@@ -280,7 +295,7 @@ def spare(model: Model) -> list[frozenset[int]]:
     if model.policy.reserve or not _effort(model, found[0]):
         return found
     named = set() if isinstance(model.policy.canary, int) else set(model.policy.canary)
-    groups = [group.nodes for group in grouped(model, {}) if not group.items and not group.unfinished]
+    groups = [group.nodes for group in grouped(model, {}) if not group.items and not group.due]
     groups += [(index,) for index in (*model.upgraded, *model.kept) if not model.residents[index]]
     groups = [group for group in groups if not named & {model.nodes[n].name for n in group}]
     if len(groups) > (_SMALL if len(model.moving) <= _SMALL else _FEW):

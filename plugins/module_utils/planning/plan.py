@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
+from ..account import named
 from ..fleet import MOVE, PROTECT, RESTART, WAIT, Snapshot, uncollected
 from ..version import DriverVersion, find
-from .model import Item, Model, skip_reason, without
+from .model import Item, Model, joined, same_version, skip_reason, without
 from .order import Arrangement, arrange, extended, spare
 from .placement import Rooms
 from .policy import KEPT_TOGETHER, BadPolicy, Policy
 from .schedule import BLOCKED, COLD, STAY, Fate, Played
+
+_FORESEEN = 12
+"""Hours beyond which a snapshot of what runs says little."""
 
 CANARY = "canary"
 """Name of the first batch, if it is one."""
@@ -81,12 +86,12 @@ class Plan:
 
     @cached_property
     def id(self) -> str:
-        """The first twelve digits of the SHA-256 of version and batches: two plans with one id do the same."""
-        text = json.dumps([self.version, [batch.nodes for batch in self.batches]], separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        """Of :func:`id_of`: two plans with one id do the same to nodes and work."""
+        fates = [[(fate.workload, fate.fate, fate.to) for fate in batch.fates] for batch in self.batches]
+        return id_of(self.version, self.canary, zip([batch.nodes for batch in self.batches], fates))
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form. Workloads that end before their node's turn are counted, not listed."""
+        """The JSON form. Of workloads that end before their node's turn only the names are given."""
         return {
             "id": self.id,
             "version": self.version,
@@ -102,6 +107,21 @@ class Plan:
         }
 
 
+def id_of(
+    version: str,
+    canary: Sequence[str],
+    batches: Iterable[tuple[Sequence[str], Iterable[tuple[str, str, Sequence[str]]]]],
+) -> str:
+    """The first twelve digits of the SHA-256 of a plan: the canary, and of each batch the nodes, and what is moved or
+    started cold, and where. What ends by itself, waited for or not, is not disturbed, and may do so sooner."""
+    done = [
+        [list(nodes), sorted([workload, fate, list(to)] for workload, fate, to in fates if fate in (MOVE, COLD))]
+        for nodes, fates in batches
+    ]
+    text = json.dumps([version, list(canary), done], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def _batch_dict(batch: Batch) -> dict[str, Any]:
     return {
         "name": batch.name,
@@ -109,7 +129,7 @@ def _batch_dict(batch: Batch) -> dict[str, Any]:
         "starts_seconds": round(batch.starts),
         "wait_seconds": round(batch.wait),
         "ends_seconds": round(batch.ends),
-        "undisturbed": sum(fate.fate == STAY for fate in batch.fates),
+        "undisturbed": [fate.workload for fate in batch.fates if fate.fate == STAY],
         "workloads": [
             {
                 "workload": fate.workload,
@@ -152,7 +172,8 @@ def _loss(found: _Found) -> tuple[int, float, float]:
 
 
 def _with_less(snapshot: Snapshot, policy: Policy, whole: _Found) -> _Found:
-    """The best of ``whole``, found with all nodes, and what is found without empty ones and then with them again."""
+    """The best of ``whole``, found with all nodes, and what is found without empty ones and then with them again: never
+    a node left out that would not be without one of them, and otherwise no greater loss."""
     best: _Found | None = None
     for absent in reversed(spare(whole.model)):
         try:
@@ -163,26 +184,69 @@ def _with_less(snapshot: Snapshot, policy: Policy, whole: _Found) -> _Found:
             model = prepare(snapshot, policy, best.blocked)
             more = extended(model, best.arrangement, absent)
             if more is not None:
-                found = min(found, _Found(model, more, best.blocked), key=_loss)
+                kept = _Found(model, more, best.blocked)
+                found = min(found, kept, key=_loss) if found.blocked.keys() <= best.blocked.keys() else kept
         best = found
     return best or whole
 
 
 def _arranged(snapshot: Snapshot, policy: Policy, absent: frozenset[int]) -> _Found:
-    """The best arrangement as if ``absent`` nodes did not exist, with what cannot be emptied planned around."""
-    blocked: dict[str, str] = {}
+    """The best arrangement as if ``absent`` nodes did not exist, with what cannot be emptied planned around.
+
+    What has no way out whatever the order is left out first. Of the other nodes half are left out at a time, those with
+    most free room first: as they keep their driver, work of the rest may move there.
+    """
+    blocked = _mates(snapshot, policy, {})
     while True:
         model = prepare(snapshot, policy, blocked)
         made = arrange(model, absent)
-        found = {
-            model.nodes[node].name: _blocked_reason(model, fate)
-            for fate in made.played.blocked
-            for node in made.batches[fate.batch]
-            if node in model.items[fate.item].nodes
-        }
-        if not found:
+        stuck: dict[int, Fate] = {}
+        for fate in made.played.blocked:
+            home = model.items[fate.item].nodes
+            here = set(home).intersection(made.batches[fate.batch])
+            stuck.update(dict.fromkeys(here or home, fate))  # it may have moved before, in vain
+        if not stuck:
             return _Found(model, made, blocked)
-        blocked.update(found)
+        hopeless = [node for node, fate in stuck.items() if not model.items[fate.item].movable]
+        if not hopeless:
+            named = () if isinstance(policy.canary, int) else policy.canary
+            ranked = sorted(
+                stuck,
+                key=lambda node: (
+                    model.nodes[node].name in named,
+                    -model.nodes[node].free.get("gpu", 0),
+                    node,
+                ),
+            )
+            hopeless = ranked[: (len(ranked) + 1) // 2]
+        blocked.update(
+            {model.nodes[node].name: blocked_reason(model, model.items[stuck[node].item]) for node in hopeless}
+        )
+        blocked.update(_mates(snapshot, policy, blocked))
+
+
+def _mates(snapshot: Snapshot, policy: Policy, blocked: Mapping[str, str]) -> dict[str, str]:
+    """Nodes that are kept together with one that keeps its driver, with the reason: their domain would be split.
+
+    Not if it is split already, as one of them has the version, or was left half way to it.
+    """
+    found: dict[str, str] = {}
+    if not policy.keep_together:
+        return found
+    for numbers in joined(snapshot.nodes, policy.keep_together, range(len(snapshot.nodes))):
+        domain = [snapshot.nodes[number] for number in numbers if len(numbers) > 1 and snapshot.nodes[number].gpus]
+        if any(same_version(node.loaded, policy.version) or node.unfinished for node in domain):
+            continue
+        why = {node.name: blocked.get(node.name) or skip_reason(node, policy) for node in domain}
+        left = next((name for name, reason in why.items() if reason), None)
+        if left is not None:
+            kinds = [kind for kind in policy.keep_together if any(kind in node.domains for node in domain)]
+            text = (
+                f"is upgraded together with {left} ({' and '.join(kinds)}), which is left out: {why[left]}; leave "
+                f"{' and '.join(kinds)} out of keep_together to let it be split"
+            )
+            found.update({name: text for name, reason in why.items() if not reason})
+    return found
 
 
 def prepare(snapshot: Snapshot, policy: Policy, blocked: Mapping[str, str] | None = None) -> Model:
@@ -193,12 +257,18 @@ def prepare(snapshot: Snapshot, policy: Policy, blocked: Mapping[str, str] | Non
     skipped = {node.name: reason for node in snapshot.nodes if (reason := skip_reason(node, policy))}
     canary = () if isinstance(policy.canary, int) else policy.canary
     known = {node.name for node in snapshot.nodes}
+    done = {node.name for node in snapshot.nodes if same_version(node.loaded, policy.version)}
     for what, names in (("canary", canary), ("reserve", policy.reserve)):
         for name in names:
             if name not in known:
                 raise BadPolicy(f"{what} {name} is not a node of this fleet")
-            if name in skipped:
+            if name in skipped and name not in done:
                 raise BadPolicy(f"{what} {name} is left out of this upgrade: {skipped[name]}")
+    for name in canary:
+        if name in policy.reserve:
+            raise BadPolicy(f"{name} is both a canary, to be upgraded first, and of the reserve, to be upgraded last")
+        if blocked and name in blocked:
+            raise BadPolicy(f"canary {name} cannot be emptied: {blocked[name]}; or choose another")
     if blocked:
         snapshot = without(snapshot, dict(blocked))
         skipped.update(blocked)
@@ -231,7 +301,7 @@ def finished(
         blocked=tuple((node.name, blocked[node.name]) for node in model.nodes if node.name in blocked),
         lost=causes,
         finish=played.finish,
-        notes=(*_odd(model, policy), *_notes(model, made, blocked)),
+        notes=(*_odd(model, policy), *_warnings(model, made, has_canary), *_notes(model, made, blocked)),
     )
 
 
@@ -260,7 +330,7 @@ def described(model: Model, batches: Sequence[Sequence[int]], played: Played, ha
                 tuple(nodes[n].name for n in batch),
                 played.starts[number],
                 played.waits[number],
-                played.starts[number] + played.waits[number] + model.slot,
+                played.ends[number],
                 tuple(fates[number]),
             )
         )
@@ -296,6 +366,49 @@ def _odd(model: Model, policy: Policy) -> list[str]:
     return notes
 
 
+def _warnings(model: Model, batches: Sequence[Batch], has_canary: bool) -> list[str]:
+    """What may not be as it was meant."""
+    policy, nodes = model.policy, model.nodes
+    warnings: list[str] = []
+    if has_canary and isinstance(policy.canary, int):
+        have = Counter(str(nodes[model.number[name]].gpu_model) for name in batches[0].nodes)
+        wanting = Counter(str(nodes[model.number[name]].gpu_model) for batch in batches for name in batch.nodes)
+        warnings.extend(
+            f"{have[name] or 'no'} canary of {name} and not {min(policy.canary, number)}: one node more there would "
+            "exceed max_unavailable, max_per_domain, max_pending or a budget"
+            for name, number in sorted(wanting.items())
+            if have[name] < min(policy.canary, number)
+        )
+    hours = batches[-1].starts / 3600 if batches else 0.0
+    if policy.windows and hours > _FORESEEN:
+        warnings.append(
+            f"the last batch starts in {hours:.0f} h, and what runs by then is not known: plan again before each window"
+        )
+    warnings.extend(_beyond_budgets(model, batches))
+    starts = Counter(fate.workload for batch in batches for fate in batch.fates if fate.fate == COLD)
+    warnings.extend(
+        f"{name} starts cold {times} times, as its nodes are in different batches: a larger batch_size may help"
+        for name, times in starts.items()
+        if times > 1
+    )
+    return warnings
+
+
+def _beyond_budgets(model: Model, batches: Sequence[Batch]) -> list[str]:
+    """Budgets that one node or one domain exceeds by itself."""
+    budgets = model.snapshot.budgets
+    of_item = {item.name: item.workload.budgets for item in model.items if item.workload.budgets} if budgets else {}
+    found = []
+    for batch in batches if of_item else ():
+        disturbed = Counter(name for f in batch.fates if f.fate in (MOVE, COLD) for name in of_item.get(f.workload, ()))
+        found += [
+            f"budget {name} allows {budgets[name]} at a time and {batch.name} disturbs {number}: one after another"
+            for name, number in disturbed.items()
+            if number > budgets[name]
+        ]
+    return found
+
+
 def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str]) -> list[str]:
     notes = []
     if batches:
@@ -307,32 +420,39 @@ def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str]) -
             notes.append(f"and so must {len(must) - 5} more: see the plan's JSON")
     finish = batches[-1].ends if batches else 0.0
     cold = {fate.workload for batch in batches for fate in batch.fates if fate.fate == COLD}
-    saved = [item for item in model.items if item.name in cold and item.movable]
+    started = [item for item in model.items if item.name in cold]
+    saved = [item for item in started if item.movable]
     lasting = [item for item in saved if item.end > finish]
     if lasting:
         notes.append(
-            f"{_counted(lasting)} could be saved but last longer than the upgrade: they start cold, unless "
-            "nodes are left on the old driver for them"
+            f"{_counted(lasting)} could be saved but last longer than the upgrade, and start cold: only nodes "
+            f"left on the old driver that fit them could keep them: {_named(lasting)}"
         )
     if len(saved) > len(lasting):
         others = [item for item in saved if item.end <= finish]
+        longer = ", or a longer max_wait," if any(item.waitable for item in others) else ""
         notes.append(
-            f"{_counted(others)} could be saved but start cold, for want of old-driver room or as that loses less: "
-            "more free GPUs there, or a longer max_wait, may save them"
+            f"{_counted(others)} could be saved but start cold, for want of old-driver room or as that loses less; "
+            f"more free GPUs there{longer} may save them: {_named(others)}"
         )
-    if len(cold) > len(saved):
-        notes.append(f"{len(cold) - len(saved)} workloads start cold as nothing could save them")
+    if len(started) > len(saved):
+        others = [item for item in started if not item.movable]
+        notes.append(f"{_counted(others)} start cold as nothing could save them: {_named(others)}")
     if blocked:
-        notes.append(f"{len(blocked)} of the nodes cannot be emptied and keep their driver")
+        notes.append(f"{len(blocked)} node{'s keep their' if len(blocked) > 1 else ' keeps its'} driver")
     return notes
+
+
+def _named(items: Sequence[Item]) -> str:
+    return named([item.name for item in items])
 
 
 def _counted(items: Sequence[Item]) -> str:
     return f"{len(items)} workload{'s' * (len(items) > 1)} ({sum(item.gpus for item in items):g} GPUs)"
 
 
-def _blocked_reason(model: Model, fate: Fate) -> str:
-    item = model.items[fate.item]
+def blocked_reason(model: Model, item: Item) -> str:
+    """Why an item cannot be taken off its nodes, and what would help."""
     may = item.workload.may
     ends = (
         "has no known end"
@@ -355,6 +475,9 @@ def _blocked_reason(model: Model, fate: Fate) -> str:
 
 def refused(model: Model, item: Item) -> list[str]:
     """Why no other old-driver node takes an item now, the most frequent reason first."""
+    longer = item.workload.capture - model.snapshot.durations.evacuate
+    if longer > 0 and model.policy.fits(0.0, model.expected + longer) is None:
+        return [f"saving it takes {item.workload.capture / 60:.0f} minutes, and no maintenance window is long enough"]
     position = [0] * len(model.nodes)
     rooms = Rooms(model.nodes, model.free, model.classes, position)
     rooms.open(n for n in (*model.kept, *model.moving) if n not in item.nodes and model.nodes[n].schedulable)
@@ -403,8 +526,12 @@ def place(
 
     :param restore: from a checkpoint, so that the compatibility key must agree; else from nothing.
     :param plan: an earlier plan in its JSON form; nodes later in its order are preferred, those left out of it most.
-    :raises BadPolicy: if a workload or a node to avoid does not exist.
+        Nothing is restored on a node whose turn in it comes no later than that of the workload's own, nor on one that
+        an interrupted upgrade left half way.
+    :raises BadPolicy: if a workload or a node to avoid does not exist, or the plan is for another version.
     """
+    if plan and plan.get("version", policy.version) != policy.version:
+        raise BadPolicy(f"the plan is for {plan['version']!r}, not for {policy.version}")
     model = prepare(snapshot, replace(policy, canary=0, reserve=()))
     order = {name: place for place, name in enumerate(list_of(str, (plan or {}).get("order", []), "order"))}
     position = [order.get(node.name, len(order)) for node in model.nodes]
@@ -415,17 +542,26 @@ def place(
     rooms.open(
         index
         for index, node in enumerate(model.nodes)
-        if node.schedulable and not node.cordoned_by and node.name not in avoid
+        if node.schedulable and not node.cordoned_by and node.name not in avoid and not (restore and node.unfinished)
     )
     wanted = set(workloads)
     items = [index for index, item in enumerate(model.items) if item.workload.name in wanted]
     missing = wanted - {model.items[index].workload.name for index in items}
     if missing:
-        raise BadPolicy(f"{sorted(missing)[0]} is not a workload of this snapshot")
-    positions = sorted(set(position), reverse=True)
+        known = {workload.name for workload in snapshot.workloads}
+        name = sorted(missing)[0]
+        raise BadPolicy(
+            f"{name} {'has no members, so nothing to place' if name in known else 'is not a workload of this snapshot'}"
+        )
     found: dict[int, Placement] = {}
     for index in sorted(items, key=model.rank.__getitem__):
         item = model.items[index]
+        turn = (
+            min((position[node] for node in item.nodes if model.nodes[node].name in order), default=-1)
+            if restore
+            else -1
+        )
+        positions = sorted({each for each in position if each > turn}, reverse=True)
         hidden = rooms.hide(item.nodes)
         to = rooms.place(
             item.needs,

@@ -129,16 +129,20 @@ class Policy:
 
         :raises BadPolicy: if no window of the coming two weeks is long enough.
         """
-        if not self.windows or self.now is None:
-            return after, inf
-        found = next_window(self.windows, self.now + after, duration)
+        found = self.fits(after, duration)
         if found is None:
             raise BadPolicy(
                 f"a batch takes {duration / 60:.0f} minutes and fits no maintenance window: "
                 "lengthen the window or make batches quicker"
             )
-        start, closes = found
-        return start - self.now, closes - start - duration
+        return found
+
+    def fits(self, after: float, duration: float) -> tuple[float, float] | None:
+        """:meth:`opening`, or None if no window of the coming two weeks is long enough."""
+        if not self.windows or self.now is None:
+            return after, inf
+        found = next_window(self.windows, self.now + after, duration)
+        return None if found is None else (found[0] - self.now, found[1] - found[0] - duration)
 
 
 def next_window(windows: Sequence[Window], after: float, duration: float) -> tuple[float, float] | None:
@@ -214,6 +218,8 @@ def canary_of(value: Any) -> int | tuple[str, ...]:
         value = value.strip()
         if whole(value) is not None:
             return int(value)
+        if not value:
+            raise BadPolicy("canary is an empty text: give 0 for none")
         return tuple(name.strip() for name in value.split(",") if name.strip())
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value

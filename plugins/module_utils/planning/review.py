@@ -8,17 +8,19 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..account import named
 from ..fleet import MOVE, WAIT, Node, Snapshot, uncollected
+from .bins import Group, Use, together, use_limits
 from .gate import GOOD, OUT_OF_SERVICE
-from .model import Model, out_of_service, skip_reason
-from .plan import CANARY, Batch, Plan, finished, list_of, no_plan, prepare, refused
+from .model import Model, is_due, out_of_service, skip_reason
+from .plan import CANARY, Batch, Plan, blocked_reason, finished, id_of, list_of, no_plan, prepare
 from .policy import BadPolicy, Policy, count
-from .schedule import BLOCKED, STAY, Hint, play
+from .schedule import BLOCKED, COLD, STAY, Hint, play
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,13 @@ def review(
     """
     listed = _batches_of(earlier, policy.version)
     over = outcomes or {}
+    for name, outcome in over.items():
+        if not isinstance(outcome, str):
+            raise BadPolicy(f"outcomes.{name} is {outcome!r}, not the name of an outcome")
     nodes = tuple(_after(node, over[node.name], policy) if node.name in over else node for node in snapshot.nodes)
-    model = prepare(replace(snapshot, nodes=nodes), replace(policy, canary=0, reserve=()))
+    stuck = _blocked_in(earlier)
+    stay = {node.name: "cannot be emptied" for node in nodes if node.name in stuck and node.name not in over}
+    model = prepare(replace(snapshot, nodes=nodes), replace(policy, canary=0, reserve=()), stay)
     moving = {model.nodes[index].name: index for index in model.moving}
     changes: list[str] = []
     reasons: list[str] = []
@@ -89,12 +96,17 @@ def review(
     model.moving = [index for batch in batches for index in batch]
     if batches and names[0] == upcoming:
         reasons.extend(_too_many_down(model, batches[0], over, len(planned)))
+        differs, unsafe = _exceeds(model, batches[0])
+        changes.extend(differs)
+        reasons.extend(unsafe)
     before: dict[str, tuple[str, Sequence[str]]] = {}
     for batch in listed:
         if any(name in moving for name in batch.nodes):
             for workload, fate, to in batch.fates:
                 before.setdefault(workload, (fate, to))
-    hints = hints_of(model, ((workload, fate, to) for workload, (fate, to) in before.items()))
+    # what was to end before its node's turn is waited for, if that turn comes sooner than was planned
+    told = ((workload, WAIT if fate == STAY else fate, to) for workload, (fate, to) in before.items())
+    hints = hints_of(model, told)
     plan = _renamed(finished(model, policy, batches, play(model, batches, hints=hints), False, {}), names)
     for batch_now in plan.batches:
         differs, unsafe = _compared(model, batch_now, before)
@@ -149,15 +161,18 @@ def _compared(model: Model, batch: Batch, before: dict[str, tuple[str, Sequence[
             item = next(i for i in model.items if i.name == now.workload)
             text = f"{now.workload} cannot be taken off {', '.join(now.nodes)}"
             changes.append(text)
-            unsafe.append(f"{text}: {'; '.join(refused(model, item)[:2])}")
+            unsafe.append(f"{text}: {blocked_reason(model, item)}")
         elif old == _SEEN or now.fate == STAY:
             pass
         elif old is None:
             changes.append(f"{now.workload} is new on {', '.join(now.nodes)} and would {_verb(now.fate)}")
         elif now.fate != old:
-            changes.append(f"{now.workload} was to {_verb(old)} and would now {_verb(now.fate)}")
+            text = f"{now.workload} was to {_verb(old)} and would now {_verb(now.fate)}"
+            changes.append(text)
             if old == MOVE:
                 unsafe.append(f"{now.workload} has lost its place to move to")
+            elif now.fate == COLD:
+                unsafe.append(text)
         before[now.workload] = (_SEEN, ())
     return changes, unsafe
 
@@ -185,8 +200,17 @@ def _batches_of(earlier: Mapping[str, Any], version: str) -> list[_Planned]:
             if not isinstance(workload, str) or not isinstance(fate, str):
                 raise no_plan(path, "lacks workload or fate")
             fates.append((workload, fate, list_of(str, entry.get("to") or [], f"{path}.to")))
+        fates.extend((name, STAY, []) for name in list_of(str, batch.get("undisturbed", []), f"{here}.undisturbed"))
         found.append(_Planned(str(batch.get("name", number + 1)), nodes, fates))
+    canary = list_of(str, earlier.get("canary", []), "canary")
+    if "id" in earlier and earlier["id"] != id_of(version, canary, [(batch.nodes, batch.fates) for batch in found]):
+        raise no_plan("id", "does not stand for its batches")
     return found
+
+
+def _blocked_in(earlier: Mapping[str, Any]) -> set[str]:
+    """Nodes that an earlier plan leaves on their driver, as their work has nowhere to go: other work may go there."""
+    return {str(entry.get("node")) for entry in list_of(Mapping, earlier.get("blocked", []), "blocked")}
 
 
 def _too_many_down(model: Model, batch: Sequence[int], outcomes: Mapping[str, str], planned: int) -> list[str]:
@@ -200,12 +224,30 @@ def _too_many_down(model: Model, batch: Sequence[int], outcomes: Mapping[str, st
         if node.name not in next_down and (out_of_service(node) or outcomes.get(node.name) in OUT_OF_SERVICE)
     ]
     most = count(policy.max_unavailable, planned, "max_unavailable")
-    if not out or len(out) + len(batch) <= most:
+    more = sum(not is_due(model.nodes[index]) for index in batch)
+    if not more or len(out) + more <= most:
         return []
-    return [
-        f"max_unavailable allows {most} nodes out of service, {len(out)} are ({named(out)}) and the next batch has "
-        f"{len(batch)}"
-    ]
+    already = f"{len(out)} are ({named(out)}) and " if out else ""
+    return [f"max_unavailable allows {most} nodes out of service, {already}the next batch has {len(batch)}"]
+
+
+def _exceeds(model: Model, batch: Sequence[int]) -> tuple[list[str], list[str]]:
+    """Which limits the next batch goes beyond by now: of budgets and domains, which are kept to one after another
+    or were looked at when the plan was made, and of queued work, which would lack its GPUs."""
+    limits = use_limits(model)
+    used: Counter[Use] = Counter()
+    for group in (Group(model, nodes, limits) for nodes in together(model, batch)):
+        used.update(group.uses)
+    changes, reasons = [], []
+    for (kind, name), amount in used.items():
+        most = limits[kind, name]
+        if kind == "gpus" and amount > most:
+            reasons.append(
+                f"max_pending lets {max(0.0, most):g} GPUs of {name} be down and the next batch has {amount}"
+            )
+        elif kind == "budget" and amount > most:
+            changes.append(f"budget {name} allows {most:g} at a time and {amount} workloads of the next batch share it")
+    return changes, reasons
 
 
 def _after(node: Node, outcome: str, policy: Policy) -> Node:
@@ -236,4 +278,4 @@ def _renamed(plan: Plan, names: Sequence[str]) -> Plan:
 
 
 def _verb(fate: str) -> str:
-    return {"cold_start": "start cold", BLOCKED: "be stuck"}.get(fate, fate)
+    return {"cold_start": "start cold", BLOCKED: "be stuck", WAIT: "be waited for", STAY: "end before"}.get(fate, fate)

@@ -5,15 +5,16 @@
 
 What a fate loses, in GPU-seconds (``g`` GPUs):
 
-``move``        g x (capture + restore), and a cold start more if it is still running when its new node's turn comes
+``move``        g x (capture + restore), and a cold start more if it is still running when its new node's turn comes;
+                twice that, and no more, for work that stays at home: it moves back when its node is
 ``wait``        nothing of its own, but the GPUs of the batch that stand idle meanwhile (a quarter if nobody queues):
                 until the wait is over, or as with ``stay`` where queued work is known to fill gaps
 ``cold_start``  g x (start + progress at risk), and g x swap more if it has to wait for its own node to come back
 ``stay``        nothing: it ends before its node's turn; queued work that would outlast that turn is not let in then,
                 so its GPUs stand idle for up to half of what the short ones among such work take
 
-The start of each batch is the end of the one before: the longest wait, the evacuation and the swap of the driver; or
-the next maintenance window in which all of that fits.
+The start of each batch is the end of the one before: the longest wait, the evacuation (as long as the longest save of
+what moves, if that is more) and the swap of the driver; or the next maintenance window in which all of that fits.
 
 Private to this collection: may change in any release.
 """
@@ -24,8 +25,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import islice, product
 from math import inf
-from typing import NamedTuple, Union
+from typing import NamedTuple, Optional, Union
 
 from ..account import lasted
 from .model import Item, Model
@@ -52,11 +54,12 @@ class Fate(NamedTuple):
 
 @dataclass
 class Played:
-    """The walk's outcome. ``idle`` is what waiting lost, ``starts`` and ``waits`` are seconds per batch."""
+    """The walk's outcome. ``idle`` is what waiting lost; ``starts``, ``waits`` and ``ends`` are seconds per batch."""
 
     fates: list[Fate] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
     idle: float = 0.0
     lost: float = 0.0
     finish: float = 0.0
@@ -68,7 +71,7 @@ class Played:
 
 Hint = Union[str, tuple[int, ...]]
 
-_Back = tuple[tuple[int, ...], float, int]
+_Back = tuple[tuple[int, ...], float, int, Optional[float]]
 
 
 class _Idle:
@@ -138,10 +141,12 @@ class _Walk:
         self.where = [item.nodes for item in model.items]
         self.moved = bytearray(len(model.items))
         self.over = bytearray(len(model.items))
+        self.started: dict[int, float] = {}
         self.came: dict[int, list[int]] = {}
         self.ending = [(end, index) for index, end in enumerate(self.end) if end < inf]
         heapify(self.ending)
-        self.longest_wait = model.policy.max_wait
+        self.evacuate = model.snapshot.durations.evacuate
+        self.longest_wait, self.longest_save = model.policy.max_wait, inf
         self.earliest: list[float] = []
         start = 0.0
         for dummy in batches:
@@ -154,14 +159,19 @@ class _Walk:
         model, played = self.model, self.played
         now = 0.0
         for number, batch in enumerate(self.batches):
-            now, spare = model.policy.opening(now, model.expected)
-            self.longest_wait = min(model.policy.max_wait, spare)
+            now = self._opening(batch, now)
             self._end_until(now)
             self.rooms.close(batch)
+            told = len(played.fates)
             wait = self._empty(number, batch, now)
+            moving = [fate.item for fate in islice(played.fates, told, None) if fate.what == MOVE]
             played.starts.append(now)
             played.waits.append(wait)
-            now += wait + model.slot
+            now += wait + max(map(self._longer, moving), default=0.0) + model.slot
+            played.ends.append(now)
+            for index in moving:
+                if model.items[index].workload.stays_home:
+                    self._go_to(index, model.items[index].nodes)
             for index in batch:
                 self.position[index] = number
             back = [n for n in batch if model.nodes[n].schedulable or model.nodes[n].unfinished]
@@ -171,6 +181,31 @@ class _Walk:
         for fate in played.fates:
             played.lost += fate.lost
         return played
+
+    def _opening(self, batch: Sequence[int], after: float) -> float:
+        """When a batch can start: in a window that its longest save fits, if it fits any, and before which or in which
+        work ends that may only be waited for. It may wait for the rest of that window."""
+        policy, items, expected = self.model.policy, self.model.items, self.model.expected
+        now, spare = policy.opening(after, expected)
+        if spare == inf:
+            self.longest_wait = policy.max_wait
+            return now
+        here = {index for node in batch for index in self.model.residents[node] if self.end[index] > now}
+        saves = {self._longer(index) for index in here if items[index].movable} | {0.0}
+        only = [self.end[index] - now for index in here if not items[index].movable and not items[index].restartable]
+        waits = {max((left for left in only if left <= policy.max_wait), default=0.0), 0.0}
+        for longer, wait in sorted(product(saves, waits), reverse=True):
+            for start, length, more in ((after, wait, wait), (after + wait, 0.0, 0.0)):
+                found = policy.fits(start, expected + longer + length)
+                if found is not None:
+                    self.longest_save = longer
+                    self.longest_wait = min(policy.max_wait, found[1] + more)
+                    return found[0]
+        return now
+
+    def _longer(self, index: int) -> float:
+        """Seconds by which the save of an item takes longer than an evacuation."""
+        return max(0.0, self.model.items[index].workload.capture - self.evacuate)
 
     def _end_until(self, now: float) -> None:
         while self.ending and self.ending[0][0] <= now:
@@ -184,6 +219,12 @@ class _Walk:
         for node, need in zip(self.where[index], item.needs):
             self.rooms.give(node, need)
         self.where[index] = ()
+
+    def _go_to(self, index: int, nodes: tuple[int, ...]) -> None:
+        self._leave(index)
+        for node, need in zip(nodes, self.model.items[index].needs):
+            self.rooms.take(node, need)
+        self.where[index] = nodes
 
     def _empty(self, number: int, batch: Sequence[int], now: float) -> float:
         """Settle everything on the batch's nodes; returns how long the batch waits."""
@@ -259,17 +300,20 @@ class _Walk:
     def _settle(self, index: int, number: int, now: float) -> tuple[Fate, float, _Back]:
         """The cheapest fate other than waiting that has room, taken at once; its loss to the end; what undoes it."""
         item = self.model.items[index]
-        back = (self.where[index], self.end[index], self.moved[index])
-        in_place = item.cold + item.gpus * self.model.swap if item.restartable else BLOCKED_LOSS
-        cold = item.cold if item.restartable else BLOCKED_LOSS
+        back = (self.where[index], self.end[index], self.moved[index], self.started.get(index))
+        cold = in_place = BLOCKED_LOSS
+        if item.restartable:
+            cold = self._cold(index, item, now) if self.started else item.cold
+            in_place = cold + item.gpus * self.model.swap
         can_move = item.movable and not self.moved[index] and bool(item.restorable)
+        can_move = can_move and (self.longest_save == inf or self._longer(index) <= self.longest_save)
         best = self._best_move(index, item, number, now, cold) if can_move else inf
         if best < cold or (can_move and self.hints.get(index) not in (None, WAIT)):
             tried = self._move(index, item, number, now, cold, in_place)
             if tried is not None:
                 return (*tried, back)
         if item.restartable and self._start_elsewhere(index, item, number):
-            self.end[index] = inf
+            self.end[index], self.started[index] = inf, now
             fate = Fate(index, number, COLD, cold, self.where[index], "starts on an upgraded node")
             return fate, cold, back
         if cold <= best < in_place:
@@ -277,17 +321,31 @@ class _Walk:
             if tried is not None:
                 return (*tried, back)
         if item.restartable:
-            self.end[index] = inf
+            self.end[index], self.started[index] = inf, now
             fate = Fate(index, number, COLD, in_place, self.where[index], "starts again when its own node is back")
             return fate, in_place, back
         return Fate(index, number, BLOCKED, BLOCKED_LOSS), BLOCKED_LOSS, back
 
+    def _cold(self, index: int, item: Item, now: float) -> float:
+        """What a cold start loses: no more progress than there was time for since the last one."""
+        if index not in self.started:
+            return item.cold
+        return item.gpus * (item.workload.start_cost + min(item.workload.at_risk, now - self.started[index]))
+
     def _best_move(self, index: int, item: Item, number: int, now: float, cold: float) -> float:
         """What a move would lose at best, to the end."""
-        pause = item.gpus * item.pause
-        until_last = self._time_until(self.final, number)
-        ends = item.pause + self.end[index] - now <= until_last
-        return pause if ends or self._kept(item) else pause + cold
+        until = inf if self._kept(item) else self._time_until(self.final, number)
+        return self._moved_until(index, item, now, cold, until)
+
+    def _moved_until(self, index: int, item: Item, now: float, cold: float, until: float) -> float:
+        """What a move loses to the end, onto nodes whose turn comes in ``until`` seconds: a cold start more if it is
+        still running then, unless it cannot start cold and can be waited for."""
+        pause = _paused(item)
+        if until == inf or item.workload.stays_home:
+            return pause
+        outlives = item.pause + self.end[index] - now - until
+        waited_for = not item.restartable and item.waitable and outlives <= self.model.policy.max_wait
+        return pause if outlives <= 0 or waited_for else pause + cold
 
     def _time_until(self, position: int, number: int) -> float:
         """Seconds from the start of batch ``number`` to that of the batch at ``position``, at the earliest."""
@@ -311,7 +369,7 @@ class _Walk:
     ) -> tuple[Fate, float] | None:
         """Move it to the latest node that has room, unless that loses ``limit`` or more and there is a better way."""
         hint = self.hints.get(index)
-        cold = item.cold if item.restartable else BLOCKED_LOSS
+        cold = self._cold(index, item, now) if item.restartable else BLOCKED_LOSS
         found = None
         if isinstance(hint, tuple) and all(self.position[node] > number for node in hint):
             found = self.rooms.claim(hint, item.needs, item.restorable)
@@ -325,11 +383,7 @@ class _Walk:
         if found is None:
             return None
         until = min(self._time_until(self.position[node], number) for node in found)
-        pause = item.gpus * item.pause
-        outlives = item.pause + self.end[index] - now - until
-        lost = pause if outlives <= 0 else pause + cold
-        if outlives > 0 and not item.restartable and item.waitable and outlives <= self.model.policy.max_wait:
-            lost = pause
+        lost = self._moved_until(index, item, now, cold, until)
         if hint in (None, WAIT) and lost >= limit and (lost >= in_place or self._cold_room(item, number)):
             self.rooms.put_back(found, item.needs)
             return None
@@ -341,7 +395,7 @@ class _Walk:
             heappush(self.ending, (self.end[index], index))
         for node in dict.fromkeys(found):
             self.came.setdefault(node, []).append(index)
-        return Fate(index, number, MOVE, pause, found), lost
+        return Fate(index, number, MOVE, _paused(item), found), lost
 
     def _start_elsewhere(self, index: int, item: Item, number: int) -> bool:
         found = self.rooms.place(
@@ -358,7 +412,10 @@ class _Walk:
         return True
 
     def _undo(self, index: int, back: _Back) -> None:
-        where, end, moved = back
+        where, end, moved, started = back
+        self.started.pop(index, None)
+        if started is not None:
+            self.started[index] = started
         item = self.model.items[index]
         if self.where[index] != where:
             for node, need in zip(self.where[index], item.needs):
@@ -369,6 +426,11 @@ class _Walk:
                 for node in dict.fromkeys(self.where[index]):
                     self.came[node].remove(index)
         self.where[index], self.end[index], self.moved[index] = where, end, moved
+
+
+def _paused(item: Item) -> float:
+    """GPU-seconds that a move loses, there and, if that is where it belongs, home again."""
+    return item.gpus * item.pause * (2 if item.workload.stays_home else 1)
 
 
 def play(

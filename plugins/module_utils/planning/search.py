@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Callable, NamedTuple, Union
 
@@ -70,9 +71,8 @@ class Search:
         self.unused = unused
         named = set(model.policy.reserve)
         chosen = not isinstance(model.policy.canary, int)
-        self._fixed = {group for group in first if chosen or group.unfinished}
+        self._fixed = {group for group in first if chosen or group.due}
         self._fixed_nodes = {index for index in model.moving if model.nodes[index].name in named}
-        self._advice = _advice(model)
         self._best = best
 
     @property
@@ -96,6 +96,10 @@ class Search:
         played = play(self.model, bins.nodes(), self.unused, hints)
         if self._best is None or _key(played) < _key(self._best.played):
             self._best = Best(bins.contents(), hints, played)
+
+    @cached_property
+    def _advice(self) -> list[_Advice]:
+        return _advice(self.model)
 
     def _climb(self, bins: Bins, hints: dict[int, Hint], trials: _Trials, kicks: int) -> None:
         dice = random.Random(1)  # noqa: S311 - any fixed sequence will do, and the same input must give the same plan
@@ -200,7 +204,7 @@ def _do(bins: Bins, hints: dict[int, Hint], change: _Change) -> _Undo | None:
         return _moved(bins, ((here, group, -1), (to, group, 1)))
     one, other = change
     i, j = bins.where[one], bins.where[other]
-    alike = len(one.nodes) == len(other.nodes) and one.gpu_models == other.gpu_models
+    alike = len(one.nodes) == len(other.nodes) and one.classes == other.classes
     if i == j or (min(i, j) < start and not alike):
         return None
     return _moved(bins, ((i, one, -1), (j, other, -1), (i, other, 1), (j, one, 1)))
@@ -228,7 +232,7 @@ def _moved(bins: Bins, moves: _Moves) -> _Undo | None:
             (bins.remove if sign > 0 else bins.add)(number, group)
 
     for number, group, sign in moves:
-        if sign > 0 and not (bins.first and number == 0) and not bins.admits(number, group):
+        if sign > 0 and not (bins.exchanges(group) if bins.first and number == 0 else bins.admits(number, group)):
             undo()
             return None
         (bins.add if sign > 0 else bins.remove)(number, group)

@@ -31,7 +31,9 @@ def lines(plan: Plan) -> list[str]:
     if not count:
         out.append("nothing to upgrade")
     else:
-        out.append(f"takes about {lasted(plan.finish)}, loses {_hours(plan.total_lost, plan.lost or {})}")
+        out.append(
+            f"takes {lasted(plan.finish)}, loses {_hours(plan.total_lost, plan.lost or {})}, if all lasts as expected"
+        )
         head = ("batch", "begins", "ends", "nodes", "stay", "wait", "move", "cold", "names of the nodes")
         rows = []
         for batch in plan.batches:

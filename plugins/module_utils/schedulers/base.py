@@ -13,12 +13,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Demand, Durations, Node, Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import (
+    MOVE,
+    WAIT,
+    Demand,
+    Durations,
+    Member,
+    Node,
+    Snapshot,
+    Workload,
+)
 
 
 class SchedulerError(Exception):
@@ -192,8 +201,8 @@ def with_host_facts(snapshot: Snapshot, hosts: Sequence[Mapping[str, Any]], sche
 
     The kernel's word on the loaded driver and the GPUs counts more than a label. A node that did not answer for itself
     is no node to upgrade, and a host that the scheduler does not know cannot be emptied by it: both are skipped, with
-    the reason. GPU models go by the hosts' names, also on nodes that are skipped and in the queue. Without ``hosts``
-    the snapshot is returned as it is.
+    the reason. GPU models go by the hosts' names, also on nodes that are skipped and in the queue. Work that the hosts
+    have and the scheduler did not place is added. Without ``hosts`` the snapshot is returned as it is.
     """
     if not hosts:
         return snapshot
@@ -210,6 +219,7 @@ def with_host_facts(snapshot: Snapshot, hosts: Sequence[Mapping[str, Any]], sche
         )
         for node in snapshot.nodes
     ]
+    work = _work_of(hosts, {workload.name for workload in snapshot.workloads})
     known = {node.name for node in snapshot.nodes}
     nodes += [
         replace(_told(Node(name), host), skip=f"{scheduler} knows no node of that name")
@@ -218,10 +228,55 @@ def with_host_facts(snapshot: Snapshot, hosts: Sequence[Mapping[str, Any]], sche
     ]
     return replace(
         snapshot,
-        nodes=tuple(nodes),
+        nodes=tuple(_with_room(nodes, work) if scheduler == "hosts" else nodes),
+        workloads=(*snapshot.workloads, *work),
         durations=_measured(hosts) or snapshot.durations,
         queue=_queue_by(called, snapshot.queue),
     )
+
+
+def _work_of(hosts: Sequence[Mapping[str, Any]], known: Collection[str]) -> list[Workload]:
+    """The work that runs on hosts (``work`` of each, as the module ``host_workloads`` lists it), as ``NODE/NAME``.
+
+    A GPU that several have open counts once. What is only waited for is taken to end when that time is over.
+    """
+    found = []
+    for host in hosts:
+        node, taken = str(host["name"]), set[int]()
+        for work in host.get("work") or ():
+            name = _printable(f"{node}/{work['name']}")
+            if work["state"] != "running" or name in known:
+                continue
+            gpus = set(work["gpus"]) - taken
+            taken |= gpus
+            may = frozenset(work["may"])
+            found.append(
+                Workload(
+                    name,
+                    (Member(node, {"gpu": len(gpus)} if gpus else {}),),
+                    kind=work["kind"],
+                    may=may,
+                    backends=("host",) if MOVE in may else (),
+                    remaining=work["wait"] if may == {WAIT} else None,
+                    stays_home=True,
+                    stand_in=work.get("elsewhere"),
+                )
+            )
+    return found
+
+
+def _with_room(nodes: Sequence[Node], work: Sequence[Workload]) -> list[Node]:
+    """The nodes of plain machines to upgrade, with the GPUs on which nothing computes as free."""
+    used = Counter[str]()
+    for each in work:
+        for member in each.members:
+            used[member.node] += member.resources.get("gpu", 0)
+    return [node if node.skip else replace(node, free={"gpu": node.gpus - used[node.name]}) for node in nodes]
+
+
+def _printable(text: str) -> str:
+    """A name that may come from any process, fit to be shown."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _model_names(nodes: Sequence[Node], told: Mapping[str, Node]) -> dict[str, Counter[str]]:

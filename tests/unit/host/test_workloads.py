@@ -243,7 +243,10 @@ def test_survey_names_all_work_and_says_what_will_be_done(tmp_path: Path) -> Non
     session = work[-2]
     assert (session["gpus"], session["memory"], session["pids"], session["since"]) == ([0, 1], 150, [7, 8], 0.0)
     assert work[0]["then"] == "is stopped, and started again afterwards" and "left so" in work[3]["then"]
-    movable = node.open().survey([replace(ALL[0], movable=True)], 60)[0]
+    assert [one["may"] for one in work[:2]] == [["restart"], ["restart"]]
+    assert [(one["may"], one["wait"]) for one in work[-2:]] == [(["wait"], 60)] * 2
+    movable = node.open().survey([replace(ALL[0], movable=True, elsewhere="spare")], 60)[0]
+    assert (movable["may"], movable["elsewhere"]) == (["move", "restart"], "spare")
     assert movable["then"].startswith("is saved and moved if a node can take it; if not, it is stopped")
     patience = "is not declared in gpu_workloads: it is waited for, at most 60 s, then"
     given_up = f"{patience} the node is given up, with its declared work untouched"

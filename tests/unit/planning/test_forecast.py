@@ -14,7 +14,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import forecast, options, plan, table
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy, Policy
 
-from .fleets import NEW, OLD, node, small_fleet, workload
+from .fleets import NEW, OLD, fleet_of, node, small_fleet, workload
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "fleets"
 POLICIES: dict[str, dict[str, Any]] = {
@@ -109,6 +109,15 @@ def test_list_order_evicts_the_same_work_again_and_again() -> None:
     made = plan.make(snapshot, Policy(NEW))
     assert forecast.forecast_peer("operator", snapshot, Policy(NEW), made, STEADY, parallel=1).runs[0].cold_starts > 1
     assert forecast.forecast(snapshot, Policy(NEW), made, STEADY).runs[0].cold_starts == 1
+
+
+def test_work_that_may_not_be_disturbed_is_not_started_cold_by_chance() -> None:
+    """It ends later than a batch may wait in some runs: its node is given up there."""
+    work = workload("w", "n0", gpus=8, may=frozenset(("protect",)), remaining=7000.0)
+    policy = Policy(NEW, canary=("n0",))
+    found = forecast.beside(fleet_of(2, work), policy, None, (), forecast.Chances(runs=20))[0]
+    assert sum(run.cold_starts for run in found.runs) == 0
+    assert 0 < sum(run.failed for run in found.runs) < 20
 
 
 @pytest.mark.parametrize("way", ["nobody", "plan"])

@@ -9,7 +9,7 @@ import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Snapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility, plan
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Policy
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy, Policy
 
 from .fleets import FACTS, NEW, OLD, fate_of, fleet_of, node, workload
 
@@ -130,6 +130,17 @@ def test_together_and_spread() -> None:
     gang = {"gpus": 8, "name": "gang"}
     assert placed(*free, work=workload("g", "a", "b", gpus=8, together="rack")).to == ("e", "f"), gang
     assert placed(*racks, work=workload("g", "a", "b", gpus=4, spread="rack")).to == ("c", "e")
+
+
+def test_nothing_is_restored_where_its_turn_comes_no_later() -> None:
+    work = workload("w", "a")
+    order = {"version": NEW, "order": ["b", "a", "c"]}
+    assert placed(node("a"), node("b"), node("c"), work=work, plan=order).to == ("c",)
+    assert placed(node("a"), node("b"), work=work, plan=order).to == ()
+    assert placed(node("a"), node("b"), work=work, plan=order, restore=False).to == ("b",)
+    assert placed(node("a"), node("b", unfinished=True), work=work).to == ()
+    with pytest.raises(BadPolicy, match=f"is for '{OLD}', not for"):
+        placed(node("a"), node("b"), work=work, plan={**order, "version": OLD})
 
 
 def test_tightest_fit_first_and_later_upgraded_before_that() -> None:

@@ -14,6 +14,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.planning import (
     forecast,
     options,
     plan,
+    review,
     schedule,
     table,
 )
@@ -25,7 +26,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy im
     canary_of,
 )
 
-from .fleets import NEW, OLD, fate_of, fleet_of, node, workload
+from .fleets import FACTS, NEW, OLD, fate_of, fleet_of, node, workload
 
 
 def given(**values: Any) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def test_plain_nodes_keep_their_order() -> None:
         ({"canary": "n9"}, "canary n9 is not a node"),
         ({"canary": True}, "neither a number of nodes nor names"),
         ({"reserve": ["n9"]}, "reserve n9 is not a node"),
+        ({"canary": " "}, "canary is an empty text: give 0 for none"),
         *[({"growth": growth}, "not a number of 1 or more") for growth in (0.5, float("inf"), float("nan"))],
         ({"canary": "²"}, "canary ² is not a node"),
         ({"batch_size": "²"}, "batch_size '²' is neither"),
@@ -98,11 +100,6 @@ def test_bad_policies_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(BadPolicy) as caught:
         plan.make(fleet_of(3), options.policy_of(given(**values)))
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("days", ["sat,sun", "Saturday, sunday", ["sat", "SUN"]])
-def test_days_of_a_window(days: Any) -> None:
-    assert Window.of({"start": "22:00", "end": "23:00", "days": days}).days == ("sat", "sun")
 
 
 def test_batches_that_hardly_grow_are_no_more_than_the_nodes() -> None:
@@ -175,6 +172,88 @@ def test_a_domain_is_not_split_unless_allowed() -> None:
     assert sizes(plan.make(Snapshot(nodes), Policy(NEW, batch_size=(2,), keep_together=()))) == [1, 2, 2, 1]
 
 
+def test_a_node_of_two_domains_joins_them() -> None:
+    where = ({"nvlink": "A", "imex": "X"}, {"nvlink": "B", "imex": "X"}, {"imex": "X"}, {"nvlink": "B"}, {})
+    fleet = Snapshot(tuple(node(f"n{number}", domains=domains) for number, domains in enumerate(where)))
+    made = plan.make(fleet, Policy(NEW, batch_size=(4,), canary=("n4",)))
+    assert [batch.nodes for batch in made.batches] == [("n4",), ("n0", "n1", "n2", "n3")]
+    with pytest.raises(BadPolicy, match="the 4 nodes of nvlink A and imex X are upgraded together and a batch holds 1"):
+        plan.make(fleet, Policy(NEW, batch_size=(1,)))
+
+
+@pytest.mark.parametrize(
+    ("values", "work", "reason"),
+    [
+        ({"cordoned_by": "ops"}, (), "which is left out: cordoned by ops"),
+        ({"skip": "opted out"}, (), "which is left out: opted out"),
+        ({}, (workload("w", "n1", may=frozenset(("protect",))),), "which is left out: w is protected"),
+    ],
+)
+def test_a_domain_of_which_one_node_keeps_its_driver_keeps_it_whole(values: Any, work: Any, reason: str) -> None:
+    nodes = [node(f"n{n}", domains={"nvlink": "left" if n < 3 else "right"}) for n in range(6)]
+    nodes[1] = replace(nodes[1], **values)
+    fleet = Snapshot(tuple(nodes), work)
+    made = plan.make(fleet, Policy(NEW, batch_size=(3,)))
+    assert [batch.nodes for batch in made.batches] == [("n3", "n4", "n5")]
+    blocked = dict(made.blocked)
+    for name in ("n0", "n2"):
+        assert blocked[name].startswith("is upgraded together with n1 (nvlink)") and reason in blocked[name]
+    assert len(plan.make(fleet, Policy(NEW, batch_size=(3,), keep_together=())).order) == 5
+
+
+@pytest.mark.parametrize("values", [{"loaded": NEW, "installed": NEW}, {"unfinished": True}])
+def test_a_domain_that_is_split_already_is_finished(values: Any) -> None:
+    nodes = [node(f"n{n}", domains={"nvlink": "left"}) for n in range(4)]
+    nodes[0], nodes[1] = replace(nodes[0], **values), replace(nodes[1], skip="opted out")
+    assert {"n2", "n3"} <= set(plan.make(Snapshot(tuple(nodes)), Policy(NEW, batch_size=(4,))).order)
+
+
+def test_nodes_out_of_service_that_are_to_be_upgraded_come_first() -> None:
+    """Later they would use up max_unavailable, and the gate would refuse the batches before them."""
+    nodes = tuple(node(f"n{number}", schedulable=number != 3) for number in range(4))
+    policy = Policy(NEW, batch_size=(1,), max_unavailable=1)
+    made = plan.make(Snapshot(nodes), policy)
+    assert [batch.nodes for batch in made.batches] == [("n3",), ("n0",), ("n1",), ("n2",)]
+    assert review.review(made.as_dict(), Snapshot(nodes), policy)[1].safe
+
+
+@pytest.mark.parametrize(
+    ("values", "policy", "canary", "note"),
+    [
+        ({}, {"canary": 2, "max_per_domain": (("rack", 1),)}, ("n0", "n3"), None),
+        ({}, {"canary": 3, "max_per_domain": (("rack", 1),)}, ("n0", "n3"), "2 canary of H100 and not 3"),
+        ({"budgets": ("svc",)}, {"canary": 2}, ("n0",), "1 canary of H100 and not 2"),
+        ({}, {"canary": 3, "max_unavailable": 2}, ("n0", "n1"), "2 canary of H100 and not 3"),
+    ],
+)
+def test_canaries_keep_to_the_limits(values: Any, policy: Any, canary: Any, note: str | None) -> None:
+    nodes = tuple(node(f"n{n}", domains={"rack": f"r{n // 3}"}, free={"gpu": 4}) for n in range(6))
+    works = tuple(workload(f"w{n}", f"n{n}", gpus=4, **values) for n in range(6))
+    made = plan.make(Snapshot(nodes, works, budgets={"svc": 1}), Policy(NEW, batch_size=(1,), **policy))
+    assert made.canary == canary
+    assert [text for text in made.notes if "canary of" in text and note and text.startswith(note)] or not note
+
+
+def test_named_canaries_beyond_a_limit_are_refused() -> None:
+    works = tuple(workload(f"w{n}", f"n{n}", budgets=("svc",)) for n in range(3))
+    with pytest.raises(BadPolicy, match="the canaries exceed the budget svc with n1: it allows 1 at a time"):
+        plan.make(replace(fleet_of(3, *works), budgets={"svc": 1}), Policy(NEW, canary=("n0", "n1")))
+
+
+def test_a_model_for_whose_canary_there_is_no_room_has_none_and_that_is_said() -> None:
+    nodes = (*fleet_of(3).nodes, node("a0", gpu_model="A100"), node("a1", gpu_model="A100"))
+    made = plan.make(Snapshot(nodes), Policy(NEW, batch_size=(1,), max_unavailable="25%"))
+    assert made.canary == ("n0",)
+    assert made.notes[0].startswith("no canary of A100 and not 1: one node more")
+
+
+def test_the_canary_is_of_the_most_common_kind_also_where_another_kind_is_cheaper() -> None:
+    odd = node("odd", facts=tuple((name, "5.0" if name == "kernel" else value) for name, value in FACTS))
+    works = tuple(workload(f"w{n}", f"n{n}", gpus=8, may=frozenset(("restart",)), at_risk=9000.0) for n in range(5))
+    made = plan.make(Snapshot((odd, *fleet_of(5).nodes), works), Policy(NEW, batch_size=(1,)))
+    assert made.canary != ("odd",)
+
+
 def test_nodes_out_of_service_already_use_up_max_unavailable() -> None:
     nodes = (*fleet_of(4).nodes, node("x", skip="broken", schedulable=False))
     assert max(sizes(plan.make(Snapshot(nodes), Policy(NEW, batch_size=(4,), max_unavailable=3)))) == 2
@@ -221,6 +300,129 @@ def test_work_that_may_only_move_needs_a_node_that_stays_on_the_old_driver() -> 
     assert (fate_of(made, "w").fate, fate_of(made, "w").to) == ("move", ("kept",))
 
 
+@pytest.mark.parametrize("may", [("move",), ("move", "wait", "restart")])
+def test_endless_work_moves_to_a_node_that_stays_also_in_a_fleet_too_large_to_search(may: Any) -> None:
+    kept = tuple(node(f"k{n}", skip="left on the old driver") for n in range(4))
+    works = tuple(workload(f"w{n}", f"n{n}", gpus=8, may=frozenset(may), at_risk=7200.0) for n in range(4))
+    nodes = tuple(replace(each, free={"gpu": 0}) if n < 4 else each for n, each in enumerate(fleet_of(1100).nodes))
+    made = plan.make(Snapshot((*nodes, *kept), works), Policy(NEW, batch_size=("10%",), canary=0))
+    assert not made.blocked
+    assert {fate_of(made, f"w{n}").fate for n in range(4)} == {"move"}
+
+
+def test_work_that_may_not_restart_moves_where_it_can_be_waited_for_also_in_a_fleet_too_large_to_search() -> None:
+    """On the node upgraded last it still runs when the turn comes, and ends soon enough after that."""
+    work = workload("w", "n0", gpus=8, may=frozenset(("move", "wait")), remaining=5000.0)
+    nodes = tuple(replace(each, free={"gpu": 0}) if n == 0 else each for n, each in enumerate(fleet_of(1100).nodes))
+    policy = Policy(NEW, batch_size=("34%",), canary=("n0",), max_wait=3600.0)
+    made = plan.make(Snapshot(nodes, (work,)), policy)
+    assert not made.blocked
+    assert fate_of(made, "w").fate == "move"
+
+
+def test_a_node_is_not_left_out_for_work_that_can_move_to_one_that_is() -> None:
+    works = (
+        workload("w", "n0", gpus=4, may=frozenset(("move",)), remaining=20000.0),
+        workload("stays", "n1", gpus=4, may=frozenset(("protect",))),
+    )
+    made = plan.make(fleet_of(2, *works, free={"gpu": 4}), Policy(NEW, batch_size=(1,), canary=0))
+    assert (made.order, [name for name, dummy in made.blocked]) == (("n0",), ["n1"])
+    assert fate_of(made, "w").to == ("n1",)
+
+
+def test_of_nodes_whose_work_can_only_change_places_some_are_upgraded() -> None:
+    works = tuple(workload(f"w{n}", f"n{n}", gpus=4, may=frozenset(("move",))) for n in range(4))
+    made = plan.make(fleet_of(4, *works, free={"gpu": 4}), Policy(NEW, batch_size=(1,), canary=0))
+    assert len(made.order) == 2
+    assert all(set(fate.to) <= set(dict(made.blocked)) for batch in made.batches for fate in batch.fates)
+
+
+def test_work_that_moved_in_vain_keeps_its_first_node() -> None:
+    """Room is only on the other node, whose turn comes before the work ends."""
+    work = workload("w", "n0", gpus=4, may=frozenset(("move", "wait")), remaining=5000.0)
+    other = workload("x", "n1", gpus=4, may=frozenset(("restart",)))
+    made = plan.make(fleet_of(2, work, other, free={"gpu": 4}), Policy(NEW, batch_size=(1,), canary=0, max_wait=0.0))
+    assert not [fate for batch in made.batches for fate in batch.fates if fate.fate == "blocked"]
+    assert len(made.blocked) == 1
+
+
+def test_a_node_and_the_stand_in_of_its_work_are_not_upgraded_at_the_same_time() -> None:
+    works = tuple(
+        workload(f"w{n}", f"n{n}", may=frozenset(("restart",)), stays_home=True, stand_in=f"n{n + 1}") for n in range(3)
+    )
+    made = plan.make(fleet_of(4, *works), Policy(NEW, batch_size=(4,), canary=0))
+    batch = {name: number for number, each in enumerate(made.batches) for name in each.nodes}
+    assert all(batch[f"n{n}"] != batch[f"n{n + 1}"] for n in range(3)) and len(made.batches) == 2
+    assert all(fate_of(made, work.name).to == fate_of(made, work.name).nodes for work in works)
+    with pytest.raises(BadPolicy, match="the canaries are both the node of w0 and the one on which it is started"):
+        plan.make(fleet_of(4, *works), Policy(NEW, canary=("n0", "n1")))
+
+
+def test_work_of_a_plain_host_moves_to_a_later_one_or_starts_again_at_home() -> None:
+    """Its driver and GPU are known; the rest is asked of the host that it goes to."""
+    nodes = tuple(node(f"n{n}", facts=()) for n in range(3))
+    saved = workload("saved", "n1", gpus=2, backends=("host",), may=frozenset(("move", "restart")), stays_home=True)
+    made = plan.make(Snapshot(nodes, (saved,)), Policy(NEW, batch_size=(1,)))
+    assert (fate_of(made, "saved").fate, fate_of(made, "saved").to) == ("move", (made.order[-1],))
+    kept = replace(saved, may=frozenset(("restart",)), backends=())
+    assert fate_of(plan.make(Snapshot(nodes, (kept,)), Policy(NEW)), "saved").to == ("n1",)
+
+
+def test_a_batch_goes_to_the_window_that_the_wait_for_its_work_fits() -> None:
+    """Ten minutes of this window are left beyond the batch, and the work takes twenty."""
+    work = workload("w", "n0", gpus=8, may=frozenset(("wait",)), remaining=1200.0)
+    window = given(windows=[{"start": "01:00", "end": "02:00"}], now="2026-03-02T01:39:00Z", canary=0)
+    made = plan.make(fleet_of(1, work), options.policy_of(window))
+    assert not made.blocked
+    assert made.batches[0].starts == 23 * 3600 + 21 * 60
+
+
+def test_a_gang_that_starts_again_loses_no_more_than_it_did_since() -> None:
+    gang = workload("g", "n0", "n1", gpus=8, may=frozenset(("restart",)), at_risk=6000.0, start_cost=60.0)
+    made = plan.make(fleet_of(2, gang, free={"gpu": 0}), Policy(NEW, batch_size=(1,), canary=0))
+    first, second = (fate.lost for batch in made.batches for fate in batch.fates)
+    assert (first, second) == (16 * (60 + 6000 + 480), 16 * (60 + 660 + 480))
+    assert [note for note in made.notes if note.startswith("g starts cold 2 times")]
+
+
+def test_a_named_canary_that_cannot_be_emptied_is_refused() -> None:
+    fleet = fleet_of(3, workload("w", "n0", may=frozenset(("protect",))))
+    with pytest.raises(BadPolicy, match="canary n0 cannot be emptied: w is protected"):
+        plan.make(fleet, Policy(NEW, canary=("n0", "n1")))
+
+
+def test_the_reserve_gives_no_canary() -> None:
+    assert plan.make(fleet_of(4), Policy(NEW, reserve=("n0", "n1"))).canary == ("n2",)
+    with pytest.raises(BadPolicy, match="n0 is both a canary"):
+        plan.make(fleet_of(4), Policy(NEW, reserve=("n0",), canary=("n0",)))
+
+
+def test_free_gpus_of_a_cordoned_node_are_no_room_for_the_queue() -> None:
+    nodes = (node("n0", free={"gpu": 0}), node("n1", free={"gpu": 0}), node("x", cordoned_by="ops"))
+    with pytest.raises(BadPolicy, match="max_pending lets 0 GPUs of H100 be down"):
+        plan.make(Snapshot(nodes), Policy(NEW, max_pending=(("H100", 0.0),)))
+
+
+def test_a_batch_goes_to_the_window_after_work_that_outlasts_every_window() -> None:
+    work = workload("w", "n0", may=frozenset(("wait",)), remaining=5000.0)
+    window = given(windows=[{"start": "22:00", "end": "22:40"}], now="2026-03-02T22:00:00Z", canary=0)
+    made = plan.make(fleet_of(1, work), options.policy_of(window))
+    assert not made.blocked and made.batches[0].starts == 86400.0
+
+
+def test_domain_mates_of_an_unfinished_node_count_as_down() -> None:
+    nodes = tuple(node(f"n{n}", domains={"nvlink": "A"}, unfinished=n == 0) for n in range(3))
+    with pytest.raises(BadPolicy, match="the canary batch has 2 nodes and max_unavailable allows 1 down"):
+        plan.make(Snapshot(nodes), Policy(NEW, max_unavailable=1))
+    assert plan.make(Snapshot(nodes), Policy(NEW, max_unavailable=2)).order == ("n0", "n1", "n2")
+
+
+def test_a_budget_that_one_node_exceeds_is_told() -> None:
+    works = tuple(workload(f"w{n}", "n0", may=frozenset(("restart",)), budgets=("svc",)) for n in range(2))
+    made = plan.make(replace(fleet_of(2, *works), budgets={"svc": 1}), Policy(NEW, canary=("n0",)))
+    assert "budget svc allows 1 at a time and canary disturbs 2: one after another" in made.notes
+
+
 def test_cheap_work_starts_cold_on_an_upgraded_node() -> None:
     nodes = (node("n0"), node("n1", free={"gpu": 0}))
     made = plan.make(Snapshot(nodes, (workload("w", "n1", gpus=8, start_cost=5.0),)), Policy(NEW, batch_size=(1,)))
@@ -257,6 +459,32 @@ def test_an_impossible_plan_says_why(values: dict[str, Any], reason: str) -> Non
     made = plan.make(fleet, Policy(NEW))
     assert made.impossible
     assert reason in dict(made.blocked)["n0"]
+
+
+@pytest.mark.parametrize("days", [["sat", "sun"], "sat,sun", "Saturday, Sunday"])
+def test_days_of_a_window(days: Any) -> None:
+    assert Window.of({"start": "22:00", "end": "23:00", "days": days}).days == ("sat", "sun")
+
+
+@pytest.mark.parametrize("given_as", [[], 5, '{"version": 1}', " [1]"])
+def test_a_snapshot_that_is_neither_an_object_nor_a_path_is_refused(given_as: Any) -> None:
+    with pytest.raises(BadSnapshot, match="is neither a dictionary"):
+        options.snapshot_of({"snapshot": given_as, "nodes": []})
+
+
+@pytest.mark.parametrize("canary", [2, 3, 4, 9])
+def test_as_many_canaries_as_asked_for_also_among_empty_nodes(canary: int) -> None:
+    work = workload("w", "n0", gpus=8, at_risk=600.0)
+    fleet = fleet_of(4, work)
+    nodes = (replace(fleet.nodes[0], free={"gpu": 0}), *fleet.nodes[1:])
+    assert len(plan.make(replace(fleet, nodes=nodes), Policy(NEW, canary=canary)).canary) == min(canary, 4)
+
+
+def test_a_canary_named_that_has_the_version_by_now_is_no_canary_any_more() -> None:
+    """The same command again after it was interrupted."""
+    done = (node("n0", loaded=NEW, installed=NEW), *fleet_of(3).nodes[1:])
+    made = plan.make(Snapshot(done), Policy(NEW, canary=("n0",)))
+    assert (made.canary, made.order) == ((), ("n1", "n2"))
 
 
 def at(text: str) -> float:
@@ -303,6 +531,50 @@ def test_a_batch_waits_no_longer_than_its_window_is_open() -> None:
         assert made.batches[0].ends <= 3600
 
 
+SAVED = {"gpus": 8, "capture": 1800.0, "at_risk": 36000.0, "may": frozenset(("move", "restart"))}
+
+
+def test_a_batch_takes_as_long_as_its_longest_save() -> None:
+    fleet = fleet_of(3, workload("big", "n0", **SAVED), free={"gpu": 8})
+    nodes = (replace(fleet.nodes[0], free={"gpu": 0}), fleet.nodes[1], replace(fleet.nodes[2], skip="stays"))
+    made = plan.make(replace(fleet, nodes=nodes), Policy(NEW, batch_size=(1,), canary=("n0",)))
+    assert fate_of(made, "big").fate == "move"
+    assert [(batch.starts, batch.ends) for batch in made.batches] == [(0, 1800 + 480), (2280, 2280 + 180 + 480)]
+
+
+@pytest.mark.parametrize(("length", "day", "fate"), [(60, 0, "move"), (20, None, "cold_start")])
+def test_a_save_fits_the_window(length: int, day: int | None, fate: str) -> None:
+    """Forty minutes of save and swap: in the next night if little of this one is left, and never in a short one."""
+    fleet = fleet_of(2, workload("big", "n0", **SAVED))
+    nodes = (replace(fleet.nodes[0], free={"gpu": 0}), replace(fleet.nodes[1], skip="stays"))
+    end = f"{1 + length // 60:02}:{length % 60:02}"
+    for now, starts in (("2026-03-02T01:00:00Z", 0.0), ("2026-03-02T01:40:00Z", 23 * 3600 + 1200.0)):
+        given_window = options.policy_of(given(windows=[{"start": "01:00", "end": end}], now=now, canary=0))
+        made = plan.make(replace(fleet, nodes=nodes), given_window)
+        assert fate_of(made, "big").fate == fate
+        if day is not None:
+            assert made.batches[0].starts == starts
+
+
+def test_work_that_takes_longer_to_save_than_any_window_is_open_says_so() -> None:
+    fleet = fleet_of(2, workload("big", "n0", **{**SAVED, "may": frozenset(("move",))}))
+    nodes = (fleet.nodes[0], replace(fleet.nodes[1], skip="stays"))
+    window = given(windows=[{"start": "01:00", "end": "01:20"}], now="2026-03-02T01:00:00Z")
+    made = plan.make(replace(fleet, nodes=nodes), options.policy_of(window))
+    assert "saving it takes 30 minutes, and no maintenance window is long enough" in dict(made.blocked)["n0"]
+
+
+def test_a_plan_for_days_ahead_says_that_work_is_not_known_then() -> None:
+    window = {"windows": [{"start": "22:00", "end": "22:15"}], "now": "2026-03-02T21:59:00Z"}
+    notes = [plan.make(fleet_of(count), options.policy_of(given(**window))).notes for count in (1, 3)]
+    assert [
+        any(note.startswith("the last batch starts in 48 h, and what runs") for note in each) for each in notes
+    ] == [
+        False,
+        True,
+    ]
+
+
 def test_of_two_windows_the_longer_one_counts() -> None:
     windows = tuple(Window.of({"start": "22:00", "end": end}) for end in ("22:30", "23:30"))
     policy = Policy(NEW, windows=windows, now=at("2026-03-02T21:00:00+00:00"))
@@ -319,6 +591,20 @@ def test_a_forecast_in_which_swaps_take_longer_still_keeps_to_the_windows() -> N
     assert all(25 * 3600 < run.finish < 26 * 3600 for run in slow.runs)
 
 
+def test_an_id_stands_for_what_is_done_to_work() -> None:
+    works = (workload("w", "n0", gpus=8, may=frozenset(("wait", "restart")), remaining=3000.0, at_risk=9000.0),)
+    fleet = fleet_of(2, *works)
+    policy = Policy(NEW, batch_size=(1,), canary=("n0",))
+    waited_for = plan.make(fleet, policy)
+    endless = plan.make(replace(fleet, workloads=(replace(works[0], remaining=None),)), policy)
+    assert waited_for.order == endless.order
+    assert fate_of(waited_for, "w").fate == "wait" and fate_of(endless, "w").fate == "cold_start"
+    assert waited_for.id != endless.id
+    later = plan.make(replace(fleet, workloads=(replace(works[0], remaining=2000.0),)), policy)
+    assert later.id == waited_for.id, "it is waited for as before, for less long"
+    assert plan.make(fleet_of(2), policy).id != plan.make(fleet_of(2), replace(policy, canary=0)).id
+
+
 def test_plain_hosts_become_a_fleet() -> None:
     nodes = [
         {"name": "a", "loaded_version": OLD, "installed_version": OLD, "gpus": ["H100"] * 8, "domain": "d"},
@@ -332,7 +618,7 @@ def test_plain_hosts_become_a_fleet() -> None:
         options.snapshot_of(given(nodes=[nodes[0], nodes[0]]))
 
 
-@pytest.mark.parametrize(("value", "expected"), [(2, 2), ("3", 3), ("a, b", ("a", "b")), (["a"], ("a",)), ("", ())])
+@pytest.mark.parametrize(("value", "expected"), [(2, 2), ("3", 3), ("a, b", ("a", "b")), (["a"], ("a",)), ([], ())])
 def test_canary_option(value: Any, expected: Any) -> None:
     assert canary_of(value) == expected
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +22,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy im
 
 from .fleets import FACTS, NEW, OLD, node
 
-FEW = settings(max_examples=60, deadline=None, derandomize=True)
+MANY = settings(max_examples=100, deadline=None, derandomize=True)
 MAY = (("move", "wait", "restart"), ("wait", "restart"), ("move", "restart"), ("restart",), ("move",), ("protect",))
 
 
@@ -82,7 +81,10 @@ def odd_fleet(seed: int, count: int, most: int) -> Snapshot:
     return Snapshot(made, tuple(works), budgets={"pdb": dice.choice((0, 1, 2))}, queue=queue)
 
 
-fleets = functools.partial(st.builds, odd_fleet, st.integers(0, 10**6), st.integers(2, 8), st.integers(0, 10))
+def fleets(nodes: int = 7, works: int = 9) -> st.SearchStrategy[Snapshot]:
+    """Two to so many nodes, with up to so many workloads: a plan for 8 and 10 takes five times that for 5 and 6."""
+    return st.builds(odd_fleet, st.integers(0, 10**6), st.integers(2, nodes), st.integers(0, works))
+
 
 policies = st.builds(
     Policy,
@@ -128,7 +130,7 @@ def _shift(free: list[dict[str, int]], nodes: tuple[int, ...], needs: tuple[Need
             free[index][name] = free[index].get(name, 0) + sign * amount
 
 
-@FEW
+@MANY
 @given(fleets(), policies)
 def test_every_plan(snapshot: Snapshot, policy: Policy) -> None:
     made = plan.make(snapshot, policy)
@@ -187,8 +189,8 @@ def no_resource_is_ever_exceeded(snapshot: Snapshot, made: plan.Plan) -> None:
             assert min(left.values()) >= 0, f"{each.name} after {batch}: {left}"
 
 
-@settings(FEW, max_examples=10)
-@given(fleets(), policies)
+@settings(MANY, max_examples=60)
+@given(fleets(5, 6), policies)
 def test_the_same_input_gives_the_same_plan(snapshot: Snapshot, policy: Policy) -> None:
     assert plan.make(snapshot, policy) == plan.make(snapshot, policy)
 
@@ -202,9 +204,9 @@ def batches_keep_to_their_sizes_and_domain_limits(snapshot: Snapshot, policy: Po
             assert max(Counter(racks[name] for name in batch.nodes).values()) == 1
 
 
-@settings(FEW, max_examples=40)
+@settings(MANY, max_examples=60)
 @given(
-    fleets(),
+    fleets(5, 6),
     st.sampled_from((1, 2)),
     st.booleans(),
     st.lists(st.sampled_from(("H100", "A100")), min_size=1, max_size=2),
@@ -223,7 +225,7 @@ def test_empty_nodes_more_never_make_the_plan_worse(
         for n, model in enumerate(models)
     ]
     after = plan.make(replace(snapshot, nodes=(*snapshot.nodes, *more)), policy)
-    assert len(after.blocked) <= len(before.blocked)
+    assert dict(after.blocked).keys() <= dict(before.blocked).keys()
     if len(after.blocked) == len(before.blocked):
         assert after.total_lost <= before.total_lost + 1e-6
 

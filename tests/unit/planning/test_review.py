@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Demand, Snapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import plan, review
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy, Policy
 
@@ -77,6 +77,18 @@ def test_a_batch_does_not_go_on_without_a_node_that_it_needs(
     assert found.left_out == (("n0", "cordoned by me"),)
 
 
+def test_a_node_that_could_not_be_emptied_still_takes_work() -> None:
+    works = (
+        workload("w", "n0", gpus=4, may=frozenset(("move",)), remaining=20000.0),
+        workload("stays", "n1", gpus=4, may=frozenset(("protect",))),
+    )
+    fleet, policy = fleet_of(2, *works, free={"gpu": 4}), Policy(NEW, batch_size=(1,), canary=0)
+    first = plan.make(fleet, policy)
+    again, found = review.review(first.as_dict(), fleet, policy)
+    assert fate_of(first, "w").to == fate_of(again, "w").to == ("n1",)
+    assert found == review.Review(True, "batch 1", (), ())
+
+
 def test_an_earlier_plan_whose_room_is_gone_is_not_safe() -> None:
     work = workload("w", "n0", gpus=8, remaining=1000.0, at_risk=9000.0)
     policy = Policy(NEW, batch_size=(1,), canary=("n0",), max_wait=0.0)
@@ -85,6 +97,78 @@ def test_an_earlier_plan_whose_room_is_gone_is_not_safe() -> None:
     full = tuple(replace(n, free={"gpu": 0}) if n.name != "n0" else n for n in fleet.nodes)
     dummy, found = review.review(first.as_dict(), replace(fleet, nodes=full), policy)
     assert found.reasons == ("w has lost its place to move to",)
+
+
+@pytest.mark.parametrize(("remaining", "planned"), [(3000.0, "be waited for"), (600.0, "end before")])
+def test_work_that_was_to_end_by_itself_is_not_started_cold_unasked(remaining: float, planned: str) -> None:
+    work = workload("w", "n1", gpus=8, may=frozenset(("wait", "restart")), remaining=remaining, at_risk=9000.0)
+    policy = Policy(NEW, batch_size=(1,), canary=("n0",))
+    first = plan.make(fleet_of(2, work), policy)
+    assert fate_of(first, "w").fate == {"be waited for": "wait", "end before": "stay"}[planned]
+    now = fleet_of(2, replace(work, remaining=None))
+    dummy, found = review.review(first.as_dict(), now, policy, {"n0": "upgraded"})
+    assert found.reasons == (f"w was to {planned} and would now start cold",)
+    again, found = review.review(
+        first.as_dict(), fleet_of(2, replace(work, remaining=100.0)), policy, {"n0": "upgraded"}
+    )
+    assert found.safe and fate_of(again, "w").fate == "wait"
+
+
+def test_work_that_was_to_end_before_is_waited_for_if_the_turn_comes_sooner() -> None:
+    """Started cold it would lose less: six other GPUs stand idle meanwhile, and work queues for them."""
+    work = workload("w", "n1", gpus=2, may=frozenset(("wait", "restart")), remaining=600.0)
+    fleet = replace(fleet_of(2, work, free={"gpu": 6}), queue={"H100": Demand(16.0)})
+    policy = Policy(NEW, batch_size=(1,), canary=("n0",))
+    first = plan.make(fleet, policy)
+    assert fate_of(first, "w").fate == "stay"
+    again, found = review.review(first.as_dict(), fleet, policy, {"n0": "upgraded"})
+    assert found.safe and fate_of(again, "w").fate == "wait"
+    assert fate_of(plan.make(fleet, replace(policy, canary=("n1",))), "w").fate == "cold_start"
+
+
+def test_a_batch_larger_than_max_unavailable_is_not_safe() -> None:
+    first = plan.make(fleet_of(4), Policy(NEW, batch_size=(4,), canary=0))
+    dummy, found = review.review(first.as_dict(), fleet_of(4), Policy(NEW, max_unavailable="25%"))
+    assert found.reasons == ("max_unavailable allows 1 nodes out of service, the next batch has 4",)
+
+
+def test_unfinished_nodes_are_not_more_than_max_unavailable() -> None:
+    fleet = fleet_of(4, unfinished=True, schedulable=False)
+    policy = Policy(NEW, max_unavailable=1)
+    assert review.review(plan.make(fleet, policy).as_dict(), fleet, policy)[1].safe
+
+
+def test_a_queue_that_grew_beyond_max_pending_is_not_safe() -> None:
+    fleet = fleet_of(4, free={"gpu": 0})
+    policy = Policy(NEW, canary=0, batch_size=(1,), max_pending=(("H100", 8.0),))
+    first = plan.make(fleet, policy)
+    assert review.review(first.as_dict(), fleet, policy)[1].safe
+    dummy, found = review.review(first.as_dict(), replace(fleet, queue={"H100": Demand(5.0)}), policy)
+    assert found.reasons == ("max_pending lets 3 GPUs of H100 be down and the next batch has 8",)
+
+
+def test_a_budget_that_was_tightened_is_told() -> None:
+    works = tuple(workload(f"w{n}", f"n{n}", may=frozenset(("restart",)), budgets=("svc",)) for n in range(2))
+    fleet = replace(fleet_of(2, *works), budgets={"svc": 2})
+    policy = Policy(NEW, canary=0, batch_size=(2,))
+    first = plan.make(fleet, policy)
+    dummy, found = review.review(first.as_dict(), replace(fleet, budgets={"svc": 1}), policy)
+    assert found.safe
+    assert found.changes == ("budget svc allows 1 at a time and 2 workloads of the next batch share it",)
+    dummy, found = review.review(first.as_dict(), replace(fleet, budgets={"svc": 0}), policy)
+    assert "budget svc allows no disruption of w0" in found.reasons[0]
+
+
+@pytest.mark.parametrize("change", [{"id": "ffffffffffff"}, {"batches": []}])
+def test_a_plan_changed_by_hand_is_refused(change: dict[str, Any]) -> None:
+    first = plan.make(fleet_of(3, workload("w", "n1")), POLICY)
+    with pytest.raises(BadPolicy, match="the earlier plan's id does not stand for its batches"):
+        review.review({**first.as_dict(), **change}, fleet_of(3), POLICY)
+
+
+def test_an_outcome_that_is_none_is_refused() -> None:
+    with pytest.raises(BadPolicy, match=r"outcomes\.n0 is None"):
+        review.review(plan.make(fleet_of(3), POLICY).as_dict(), fleet_of(3), POLICY, {"n0": None})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("outcome", ["rolled_back", "quarantined", "refused", "lost"])

@@ -3,9 +3,19 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Demand, Durations, Node, Snapshot
+from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import (
+    Demand,
+    Durations,
+    Node,
+    Snapshot,
+    check,
+    dump,
+    parse,
+)
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (
     End,
     Evacuated,
@@ -71,6 +81,35 @@ def test_times_are_those_of_earlier_upgrades_where_there_were_any() -> None:
     hosts += [{"name": "n3", "durations": {}}, {"name": "n4", "durations": took(3, 60, 8, 100)}]
     assert with_host_facts(fleet, hosts, "hosts").durations == Durations(3, 60, 8, 0)
     assert with_host_facts(fleet, hosts[2:3], "hosts").durations == Durations()
+
+
+def work(name: str, **values: Any) -> dict[str, Any]:
+    """As the module host_workloads lists it."""
+    entry = {"name": name, "kind": "unit", "state": "running", "gpus": [0], "may": ["restart"], "wait": 0}
+    return {**entry, "elsewhere": None, **values}
+
+
+def test_work_of_plain_hosts_is_planned_with() -> None:
+    listed = [
+        work("serving", gpus=[0, 1], elsewhere="n2"),
+        work("training", gpus=[1, 2], may=["move", "restart"]),
+        work("off", state="stopped"),
+        work("python3 of eve\x1b[31m", kind="process", gpus=[3], may=["wait"], wait=300),
+        work("busy", gpus=[3], may=["wait", "restart"], wait=300),
+    ]
+    hosts = [{"name": "n1", "gpus": [H100] * 8, "work": listed}, {"name": "n2", "gpus": [H100] * 8}]
+    seen = with_host_facts(Snapshot(nodes=(Node("n1"), Node("n2"))), hosts, "hosts")
+    assert [node.free for node in seen.nodes] == [{"gpu": 4}, {"gpu": 8}]
+    told = {w.name: (w.gpus, sorted(w.may), w.backends, w.remaining, w.stand_in) for w in seen.workloads}
+    assert told == {
+        "n1/serving": (2, ["restart"], (), None, "n2"),
+        "n1/training": (1, ["move", "restart"], ("host",), None, None),
+        "n1/python3 of eve?[31m": (1, ["wait"], (), 300, None),
+        "n1/busy": (0, ["restart", "wait"], (), None, None),
+    }
+    assert all(w.stays_home for w in seen.workloads)
+    check(seen)
+    assert parse(dump(seen)) == seen
 
 
 def test_fate_of_a_plan() -> None:
