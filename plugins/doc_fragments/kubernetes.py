@@ -22,5 +22,5 @@ options:
     type: int
     default: 60
 requirements:
-  - PyYAML, on the machine where the module runs
+  - kubernetes, on the machine where the module runs
 """

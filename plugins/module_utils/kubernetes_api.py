@@ -1,7 +1,7 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Requests to a Kubernetes API server, in plain JSON and with nothing but Python's standard library.
+"""Requests to a Kubernetes API server: the official client's configuration and connections, but plain JSON.
 
 The official client's typed models cost several times the CPU of the JSON they are made from; a fleet's pods are many.
 Requests that meet a server that is away, restarting or overloaded are sent again until it is back or ``outage``
@@ -12,20 +12,17 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-import base64
-import http.client
 import json
 import os
-import ssl
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any, Callable, TypeVar
-from urllib.parse import quote, unquote, urlencode, urlsplit
-
-from ansible_collections.gpufleet.driver.plugins.module_utils import kubeconfig as kubeconfigs
+from urllib.parse import quote, urlencode
 
 JSON = "application/json"
 JSON_PATCH = "application/json-patch+json"
@@ -48,7 +45,8 @@ _MANY = 16
 _CONFLICTS = 8
 _CHANGED_MEANWHILE = (409, 422)
 _GONE_MEANWHILE = (404, 409)
-_CLOSED_MEANWHILE = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+_CONFIG_SECONDS = 60.0
+"""How long a program that gives credentials may take."""
 
 _HINTS = {
     401: "; the token or certificate in the kubeconfig is wrong or has expired, see: kubectl auth whoami",
@@ -102,7 +100,7 @@ class ApiError(ClusterError):
 class Api:
     """An API server. ``timeout`` seconds for one request, ``outage`` seconds for a server that is away to come back.
 
-    :raises ClusterError: if no way to it is configured.
+    :raises ClusterError: if the official client is missing or finds no configuration.
     """
 
     def __init__(
@@ -115,12 +113,10 @@ class Api:
     ) -> None:
         if timeout <= 0:
             raise ClusterError(f"timeout is {timeout:g}; give a request some seconds")
-        try:
-            self._access = kubeconfigs.find(kubeconfig, context)
-        except kubeconfigs.ConfigError as exc:
-            raise ClusterError(f"no way to reach a cluster: {exc}") from exc
-        self.server = self._access.server
-        self._connections = _Connections(self._access, timeout)
+        client = _official_client(kubeconfig, context, workers)
+        self.server = str(client.configuration.host).rstrip("/")
+        self._client = client
+        self._timeout = timeout
         self._outage = outage
         self._workers = workers
 
@@ -140,33 +136,53 @@ class Api:
         :param outage: seconds for the server to be back, if not those of all requests.
         :raises ClusterError: if it is not back by then.
         """
+        import urllib3.exceptions
+
         away = set(_AWAY) - set(final)
-        target = path + (f"?{urlencode(query)}" if query else "")
-        data = None if body is None else json.dumps(body).encode()
+        url = self.server + path + (f"?{urlencode(query)}" if query else "")
+        data = None if body is None else json.dumps(body)
         outage = self._outage if outage is None else outage
         end = time.monotonic() + outage
         while True:
             wait = _RETRY_SECONDS
             try:
-                answer = self._connections.ask(method, target, data, kind)
+                response = self._client.rest_client.pool_manager.request(
+                    method,
+                    url,
+                    body=data,
+                    headers=self._headers(kind if data else None),
+                    timeout=self._timeout,
+                    retries=False,
+                )
+                answer = _answer(response)
                 if answer.status not in away:
                     return self._sane(answer, method, path)
                 said, wait = answer.message, answer.retry_after or _RETRY_SECONDS
-            except kubeconfigs.ConfigError as exc:
-                raise ClusterError(f"no longer a way to reach {self.server}: {exc}") from exc
-            except ssl.SSLCertVerificationError as exc:
-                raise ClusterError(
-                    f"{self.server} is not the API server that the kubeconfig speaks of: {exc}; "
-                    "see certificate-authority-data in it"
-                ) from exc
-            except (OSError, http.client.HTTPException) as exc:
-                said = str(exc) or type(exc).__name__
+            except urllib3.exceptions.SSLError as exc:
+                if "CERTIFICATE_VERIFY_FAILED" in str(exc):
+                    raise ClusterError(
+                        f"{self.server} is not the API server that the kubeconfig speaks of: {exc}; "
+                        "see certificate-authority-data in it"
+                    ) from exc
+                said = str(exc)
+            except urllib3.exceptions.HTTPError as exc:
+                said = str(exc)
             if time.monotonic() + wait > end:
                 raise ClusterError(
                     f"the API server {self.server} gave no answer to {method} {path} for {outage:.0f} s: {said}; "
                     "look with: kubectl get --raw /readyz"
                 )
             time.sleep(wait)
+
+    def _headers(self, kind: str | None) -> dict[str, str]:
+        configuration = self._client.configuration
+        headers = {**self._client.default_headers, "Accept": JSON, "User-Agent": "gpufleet.driver"}
+        for setting in configuration.auth_settings().values():
+            if setting["in"] == "header" and setting["value"]:
+                headers[setting["key"]] = setting["value"]
+        if kind:
+            headers["Content-Type"] = kind
+        return headers
 
     def _sane(self, answer: Answer, method: str, path: str) -> Answer:
         if answer.ok and not isinstance(answer.body, dict):
@@ -223,83 +239,6 @@ class Api:
             return list(pool.map(function, these))
 
 
-class _Connections:
-    """Connections to one server that are kept open, each for one request at a time."""
-
-    def __init__(self, access: kubeconfigs.Access, timeout: float) -> None:
-        at = urlsplit(access.server)
-        self._access = access
-        self._timeout = timeout
-        self._host, self._base = at.hostname or "", at.path
-        self._port = at.port or (443 if access.tls else 80)
-        self._idle: list[http.client.HTTPConnection] = []
-        self._proxy = urlsplit(access.proxy or _proxy_for(self._host, at.scheme))
-        if self._proxy.scheme not in ("", "http"):
-            raise ClusterError(f"the proxy {self._proxy.geturl()} to {access.server} is not spoken to by http://")
-
-    def ask(self, method: str, target: str, data: bytes | None, kind: str) -> Answer:
-        """:raises OSError, http.client.HTTPException: if there is no answer."""
-        headers = {"Accept": JSON, "User-Agent": "gpufleet.driver", **self._access.headers()}
-        if data is not None:
-            headers["Content-Type"] = kind
-        while True:
-            connection, used = (self._idle.pop(), True) if self._idle else (self._new(), False)
-            try:
-                connection.request(method, self._base + target, data, headers)
-                response = connection.getresponse()
-                answer = _answer(response, response.read())
-            except BaseException as exc:
-                connection.close()
-                if used and isinstance(exc, _CLOSED_MEANWHILE):
-                    continue
-                raise
-            self._idle.append(connection)  # which opens itself anew where the server has closed it
-            return answer
-
-    def _new(self) -> http.client.HTTPConnection:
-        host, port, tls = self._host, self._port, self._access.tls
-        if self._proxy.hostname:
-            host, port = self._proxy.hostname, self._proxy.port or 80
-        connection: http.client.HTTPConnection
-        if tls is None:
-            connection = http.client.HTTPConnection(host, port, timeout=self._timeout)
-        else:
-            connection = _TlsConnection(host, port, self._timeout, tls, self._access.tls_name or self._host)
-        if self._proxy.hostname:
-            connection.set_tunnel(self._host, self._port, _proxy_headers(self._proxy.username, self._proxy.password))
-        return connection
-
-
-class _TlsConnection(http.client.HTTPConnection):
-    """HTTPS to a server that may have a certificate of another name than it is reached by."""
-
-    default_port = http.client.HTTPS_PORT
-
-    def __init__(self, host: str, port: int, timeout: float, tls: ssl.SSLContext, name: str) -> None:
-        super().__init__(host, port, timeout=timeout)
-        self._tls, self._name = tls, name
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._name)
-
-
-def _proxy_for(host: str, scheme: str) -> str:
-    """The proxy that the environment names for a host, if any."""
-    if not any(name.lower().endswith("_proxy") for name in os.environ):
-        return ""
-    from urllib.request import getproxies, proxy_bypass
-
-    return "" if proxy_bypass(host) else getproxies().get(scheme, "")
-
-
-def _proxy_headers(user: str | None, password: str | None) -> dict[str, str]:
-    if user is None:
-        return {}
-    plain = f"{unquote(user)}:{unquote(password or '')}".encode()
-    return {"Proxy-Authorization": f"Basic {base64.b64encode(plain).decode()}"}
-
-
 def object_path(group: str, resource: str, name: str = "", namespace: str = "", sub: str = "") -> str:
     """The path of a resource. ``group`` is ``v1`` or ``group/version``; names come from a cluster, so they are quoted.
 
@@ -341,7 +280,8 @@ def change_node(api: Api, name: str, change: Callable[[Mapping[str, Any]], Mappi
     raise ApiError("PATCH", path, answer)
 
 
-def _answer(response: http.client.HTTPResponse, data: bytes) -> Answer:
+def _answer(response: Any) -> Answer:
+    data = response.data
     try:
         body = json.loads(data)
     except ValueError:
@@ -353,5 +293,66 @@ def _answer(response: http.client.HTTPResponse, data: bytes) -> Answer:
 def _date(text: str | None) -> float:
     try:
         return parsedate_to_datetime(text or "").timestamp()
-    except (ValueError, TypeError):
+    except ValueError:
         return time.time()
+
+
+def _official_client(kubeconfig: str | None, context: str | None, connections: int) -> Any:
+    try:
+        from kubernetes import client, config
+    except ImportError as exc:
+        raise ClusterError(
+            f"the Python package kubernetes is missing where this module runs ({exc}); "
+            "install it there: pip install kubernetes"
+        ) from exc
+    import yaml  # the official client's own need
+
+    configuration = client.Configuration()
+    if kubeconfig and not any(Path(each).expanduser().exists() for each in kubeconfig.split(os.pathsep)):
+        why = f"there is no file {kubeconfig}"
+        raise ClusterError(f"no way to reach a cluster: {why}; give kubeconfig, or set KUBECONFIG")
+    try:
+        if kubeconfig or context or not _in_cluster():
+            _in_time(lambda: config.load_kube_config(kubeconfig, context=context, client_configuration=configuration))
+        else:
+            config.load_incluster_config(client_configuration=configuration)
+    except (config.ConfigException, OSError) as exc:
+        raise ClusterError(f"no way to reach a cluster: {exc}; give kubeconfig, or set KUBECONFIG") from exc
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as exc:
+        path = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+        raise ClusterError(
+            f"no way to reach a cluster: {path} is no kubeconfig ({type(exc).__name__}: {' '.join(str(exc).split())}); "
+            f"look with: kubectl --kubeconfig {path} config view"
+        ) from exc
+    configuration.connection_pool_maxsize = connections
+    return client.ApiClient(configuration)
+
+
+def _in_time(load: Callable[[], None]) -> None:
+    """Load a configuration; the official client waits for ever for a program that is to give credentials.
+
+    :raises ClusterError: if it takes too long.
+    """
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            load()
+        except Exception as exc:
+            failed.append(exc)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_CONFIG_SECONDS)
+    if thread.is_alive():
+        raise ClusterError(
+            "no way to reach a cluster: the program that gives credentials did not end within "
+            f"{_CONFIG_SECONDS:.0f} s; run it by hand: kubectl auth whoami"
+        )
+    if failed:
+        raise failed[0]
+
+
+def _in_cluster() -> bool:
+    """In a pod, and nobody said otherwise."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ

@@ -1,16 +1,14 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""The way to an API server that a kubeconfig describes, and what is made of what answers there."""
+"""Requests to a server that a kubeconfig describes, by the official client, and what is made of its answers."""
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import http.server
 import json
 import os
-import socket
 import ssl
 import subprocess
 import threading
@@ -20,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ansible_collections.gpufleet.driver.plugins.module_utils import kubeconfig, kubernetes_api
+from ansible_collections.gpufleet.driver.plugins.module_utils import kubernetes_api
 from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api import Api, ClusterError
 
 
@@ -131,7 +129,7 @@ def place(tmp_path: Path, keys: Path) -> Path:
 
 
 def test_files_are_found_from_where_they_are_named_and_data_counts_more(server: Server, place: Path) -> None:
-    (place / "token").write_text("abc\n")
+    (place / "token").write_text("abc")
     Api(write(place, server, {"tokenFile": "token"})).get("/version")
     data = in_base64(place / "server.crt")
     wrong = str(place / "user.crt")
@@ -191,146 +189,39 @@ def test_what_is_no_json_is_told(server: Server, place: Path) -> None:
         Api(write(place, server)).get("/version")
 
 
-PLUGIN = """#!/bin/sh
-date +%s%N >>"$0.calls"
-grep -q '"kind": "ExecCredential"' <<END || exit 1
-$KUBERNETES_EXEC_INFO
-END
-printf '{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": %s}' "$STATUS"
-"""
-
-
-def plugin(directory: Path, status: Any, script: str = PLUGIN) -> dict[str, Any]:
-    file = directory / "plugin"
+def with_program(directory: Path, script: str) -> dict[str, Any]:
+    file = directory / "program"
     file.write_text(script)
     file.chmod(0o755)
-    return {"exec": {"command": "./plugin", "env": [{"name": "STATUS", "value": json.dumps(status)}]}}
+    return {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(file), "interactiveMode": "Never"}}
 
 
-def test_a_program_gives_a_token_and_is_asked_again_when_it_has_expired(server: Server, place: Path) -> None:
-    calls = place / "plugin.calls"
-    for expires, often in (("2100-01-01T00:00:00Z", 1), ("2001-01-01T00:00:00Z", 3)):
-        calls.unlink(missing_ok=True)
-        api = Api(write(place, server, plugin(place, {"token": "t", "expirationTimestamp": expires})))
-        api.get("/version"), api.get("/version")
-        assert len(calls.read_text().split()) == often
-    assert {each["authorization"] for each in server.asked} == {"Bearer t"}
+def test_a_program_gives_a_token(server: Server, place: Path) -> None:
+    status = {"token": "t", "expirationTimestamp": "2100-01-01T00:00:00Z"}
+    said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": status}
+    Api(write(place, server, with_program(place, f"#!/bin/sh\necho '{json.dumps(said)}'\n"))).get("/version")
+    assert server.asked[0]["authorization"] == "Bearer t"
 
 
-def test_a_program_gives_a_certificate(server: Server, place: Path) -> None:
-    status = {
-        "clientCertificateData": (place / "user.crt").read_text(),
-        "clientKeyData": (place / "user.key").read_text(),
-    }
-    Api(write(place, server, plugin(place, status))).get("/version")
-    assert server.asked[0]["certificate"]["subject"] == ((("commonName", "user"),),)
+def test_a_program_that_does_not_end_is_not_waited_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes_api, "_CONFIG_SECONDS", 0.2)
+    with pytest.raises(ClusterError, match="the program that gives credentials did not end"):
+        Api(write(place, user=with_program(place, "#!/bin/sh\nexec sleep 5\n")))
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("#!/bin/sh\necho 'no login' >&2; exit 3\n", "plugin: rc 3: no login; get it from example.org"),
-        ("#!/bin/sh\nsleep 60\n", "plugin: no answer within"),
-        ("#!/bin/sh\necho '[]'\n", "gave neither token nor certificate"),
-        ("#!/bin/sh\necho '{\"status\": {}}'\n", "gave neither token nor certificate"),
-    ],
-)
-def test_a_program_that_gives_nothing_is_named(
-    place: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
-) -> None:
-    monkeypatch.setattr(kubeconfig, "EXEC_SECONDS", 0.5)
-    user = plugin(place, {}, script)
-    user["exec"]["installHint"] = "get it from example.org"
-    with pytest.raises(ClusterError, match=f"no way to reach a cluster: context here .*{words}"):
-        Api(write(place, user=user))
-
-
-@pytest.mark.parametrize(
-    ("user", "cluster", "words"),
-    [
-        ({"auth-provider": {"name": "oidc"}}, {}, "auth-provider of the user is not supported; use"),
-        ({"as": "root"}, {}, "as of the user is not supported"),
-        ({"token": "a\nX-Remote-User: root"}, {}, "characters that no token has"),
-        ({"tokenFile": "nowhere"}, {}, "FileNotFoundError: .*nowhere"),
-        ({"client-certificate": "user.crt", "client-key": "server.key"}, {}, "SSLError: .*KEY_VALUES_MISMATCH"),
-        ({"exec": "plugin"}, {}, "AttributeError"),
-        ({}, {"server": "api.example.org:6443"}, "server 'api.example.org:6443' is no URL"),
-        ({}, {"server": "https://api.example.org:port"}, "ValueError: Port could not be cast"),
-        ({}, {"certificate_authority": "user.key"}, "SSLError"),
-        ({}, {"certificate_authority_data": "!"}, "Error: .*"),
-        ({}, {"proxy_url": "socks5://proxy"}, "is not spoken to by http://"),
-    ],
-)
-def test_a_kubeconfig_that_leads_nowhere(
-    place: Path, user: dict[str, Any], cluster: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ClusterError, match=words):
-        Api(write(place, user=user, **cluster))
-
-
-def test_of_several_files_the_first_counts(place: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_files_each_gives_what_it_has(place: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     first = place / "first"
-    first.write_text("current-context: there\ncontexts: [{name: there, context: {cluster: c, user: mine}}]\n"
-                     "users: [{name: mine, user: {token: first}}]\n")  # fmt: skip
+    first.write_text(
+        "current-context: there\ncontexts: [{name: there, context: {cluster: c, user: mine}}]\n"
+        "users: [{name: mine, user: {token: first}}]\nclusters: []\n"
+    )
     second = write(place, server, {"token": "second"})
-    monkeypatch.setenv("KUBECONFIG", os.pathsep.join([str(first), str(place / "none"), second]))
-    Api().get("/version")
-    Api(context="here").get("/version")
+    both = os.pathsep.join([str(first), second])
+    Api(both).get("/version")
+    Api(both, context="here").get("/version")
     assert [each["authorization"] for each in server.asked] == ["Bearer first", "Bearer second"]
-    with pytest.raises(ClusterError, match="has no context called nowhere, but there, here"):
-        Api(context="nowhere")
 
 
-def test_in_a_pod_its_service_account_leads_there(place: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    (place / "token").write_text("pod")
-    (place / "ca.crt").write_bytes((place / "server.crt").read_bytes())
-    monkeypatch.setattr(kubeconfig, "SERVICE_ACCOUNT", place)
-    monkeypatch.setattr(kubeconfig, "TOKEN_SECONDS", 0)
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", server.address.rpartition(":")[2])
-    api = Api()
-    api._access.tls_name = "server"
-    api.get("/version")
-    (place / "token").write_text("renewed")
-    api.get("/version")
-    assert [each["authorization"] for each in server.asked] == ["Bearer pod", "Bearer renewed"]
-
-
-class Proxy:
-    """A proxy for one connection at a time, that notes what it was asked to connect to."""
-
-    def __init__(self) -> None:
-        self.said = b""
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=self.serve, daemon=True).start()
-
-    def serve(self) -> None:
-        near = self.socket.accept()[0]
-        self.said = near.recv(4096)
-        host, dummy, port = self.said.split()[1].decode().rpartition(":")
-        far = socket.create_connection((host, int(port)))
-        near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
-
-        def copy(source: socket.socket, to: socket.socket) -> None:
-            with contextlib.suppress(OSError):  # whoever hangs up first
-                while data := source.recv(4096):
-                    to.sendall(data)
-                to.shutdown(socket.SHUT_WR)
-
-        threading.Thread(target=copy, args=(near, far), daemon=True).start()
-        copy(far, near)
-
-
-@pytest.mark.parametrize("named_by", ["kubeconfig", "environment"])
-def test_a_proxy_is_gone_through(place: Path, server: Server, monkeypatch: pytest.MonkeyPatch, named_by: str) -> None:
-    proxy = Proxy()
-    url = f"http://me:s%40crt@127.0.0.1:{proxy.socket.getsockname()[1]}"
-    if named_by == "environment":
-        monkeypatch.setenv("HTTPS_PROXY", url)
-    Api(write(place, server, proxy_url=url if named_by == "kubeconfig" else None)).get("/version")
-    assert proxy.said.startswith(f"CONNECT {server.address} HTTP/1.".encode())
-    assert f"Basic {base64.b64encode(b'me:s@crt').decode()}".encode() in proxy.said and len(server.asked) == 1
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    if named_by == "environment":
-        Api(write(place, server)).get("/version")
-        assert len(server.asked) == 2
+def test_no_time_for_a_request_is_refused(place: Path) -> None:
+    with pytest.raises(ClusterError, match="timeout is 0"):
+        Api(write(place), timeout=0)
