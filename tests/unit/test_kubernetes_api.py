@@ -209,19 +209,6 @@ def test_a_program_that_does_not_end_is_not_waited_for(place: Path, monkeypatch:
         Api(write(place, user=with_program(place, "#!/bin/sh\nexec sleep 5\n")))
 
 
-def test_of_several_files_each_gives_what_it_has(place: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = place / "first"
-    first.write_text(
-        "current-context: there\ncontexts: [{name: there, context: {cluster: c, user: mine}}]\n"
-        "users: [{name: mine, user: {token: first}}]\nclusters: []\n"
-    )
-    second = write(place, server, {"token": "second"})
-    both = os.pathsep.join([str(first), second])
-    Api(both).get("/version")
-    Api(both, context="here").get("/version")
-    assert [each["authorization"] for each in server.asked] == ["Bearer first", "Bearer second"]
-
-
 def test_no_time_for_a_request_is_refused(place: Path) -> None:
     with pytest.raises(ClusterError, match="timeout is 0"):
         Api(write(place), timeout=0)
