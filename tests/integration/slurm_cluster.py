@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +119,7 @@ class Cluster:
     def counter(self, name: str, *flags: str, takes: float = 0, node: str = "", hold: str = "", may: str = "") -> str:
         """A job that saves itself on USR1 and goes on from what it saved."""
         file = self.state / "jobs" / name
-        script = COUNTER.format(file=file, takes=takes, hold=hold)
+        script = COUNTER.format(file=shlex.quote(str(file)), takes=takes, hold=hold)
         comment = f"gpufleet.signal=USR1 gpufleet.saved={file}" + (f" gpufleet.may={may}" if may else "")
         return self.submit(script, f"--comment={comment}", "--gres=gpu:1", "--requeue", *flags, node=node)
 
@@ -129,7 +131,7 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
     def job(self, number: str) -> Job | None:
-        found = [job for job in self.commands.jobs() if number in (job.id, job.shown)]
+        found = [job for job in self.commands.jobs(each_task=True) if number in (job.id, job.shown)]
         return found[0] if found else None
 
     def running(self, number: str, timeout: float = 30) -> Job:
@@ -163,6 +165,11 @@ class Cluster:
 
     def backend(self, **settings: Any) -> Slurm:
         return Slurm(self.commands, Settings(**settings))
+
+    def backend_as(self, user: str) -> Slurm:
+        """One whose commands a user runs, to whom Slurm refuses what only root may do."""
+        become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+        return Slurm(replace(self.commands, run=lambda argv, **how: execution.run([*become, *argv], **how)))
 
     def empty(
         self,

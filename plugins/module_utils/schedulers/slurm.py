@@ -31,15 +31,14 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base im
     SchedulerError,
     State,
 )
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_commands import Commands, each
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_commands import Commands, each, refusal
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_evacuation import Evacuation, look_at
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_jobs import Policy
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_jobs import Policy, our_run
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_text import Node, gpus_missing
 
 QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 """Run on a node to prove it, unless the user names another command; prints the driver's version once a GPU."""
 
-_REASON = re.compile(r"gpufleet: .*\brun=(\S+)")
 _REBOOTED = "Node unexpectedly rebooted"
 """Slurm's reason for taking down a node that was in service when it learnt of its reboot. One that rebooted while it
 was drained is treated so too, if its slurmd had not been heard of when it was resumed."""
@@ -79,7 +78,7 @@ class Slurm(Scheduler):
     @uncollected()
     def snapshot(self, names: Sequence[str]) -> Snapshot:
         nodes = self._slurm.nodes()
-        ours = {name: run for name, node in nodes.items() if (run := _our_run(node))}
+        ours = {name: run for name, node in nodes.items() if (run := our_run(node))}
         return slurm_jobs.snapshot(
             nodes, self._slurm.jobs(), self._slurm.reservations(), names, ours, self._clock(), self._set.policy
         )
@@ -93,21 +92,32 @@ class Slurm(Scheduler):
         reason = _reason(mark)
         known = self._slurm.nodes()
         before = {name: _state(known[name]) for name in nodes if name in known}
+        maintained = slurm_jobs.maintained(self._slurm.reservations())
+        taken = {name: maintained[name] for name, state in before.items() if name in maintained and not state.cordoned}
         wanted = State(True, True, mark.run_id)
-        todo = [name for name, state in before.items() if state != wanted and (state.ours or not state.cordoned)]
+        todo = [
+            name
+            for name, state in before.items()
+            if state != wanted and (state.ours or not state.cordoned) and name not in taken
+        ]
         after = dict.fromkeys(todo, wanted)
         said = unset = ""
         if not check:
             unset = self._set_features(known, self._set.versions)
-            self._forget_proofs(before)
             if todo:
-                said = self._slurm.update_nodes(todo, "state=drain", f"reason={reason}").describe()
+                answer = self._slurm.update_nodes(todo, "state=drain", f"reason={reason}")
+                said = answer.describe() if answer.ok else refusal(answer)
                 after = {name: _state(node) for name, node in self._slurm.nodes(todo).items()}
+            # only of nodes that are closed: one whose proof was cut short may be open but for that
+            self._forget_proofs([name for name, was in before.items() if after.get(name, was).cordoned])
 
         def result(name: str) -> NodeResult:
             if name not in known:
                 return NodeResult(None, None, failed=True, msg=_unknown(name))
             was, now = before[name], after.get(name, before[name])
+            if name in taken:
+                msg = f"{name} is in the maintenance reservation {taken[name]} of somebody else; leave it out, or see: "
+                return NodeResult(was, was, failed=True, msg=f"{msg}scontrol show reservation {taken[name]}")
             if name not in after:
                 left = f"{name} was out of service before ({_why_out(known[name])}); it will be left so"
                 return NodeResult(was, was, msg="" if was.ours else left)
@@ -122,8 +132,15 @@ class Slurm(Scheduler):
         known = self._slurm.nodes()
         before = {name: _state(known[name]) for name in nodes if name in known}
         ours = [name for name, state in before.items() if state.ours]
+        proofs = self._slurm.reservations()
+        unproven = {
+            name: "is in service under our reservation: it is being proven, or a proof was cut short; if none runs: "
+            "drain it (node_cordon), prove it (node_validate), and then put it back"
+            for name, state in before.items()
+            if not state.cordoned and _reservation(name) in proofs
+        }
         if check:
-            back, broken = ours, dict[str, str]()
+            back, broken = ours, unproven
         else:
             self._set_features(known, self._set.versions)
             back, broken = self._fit(ours, self._clock() + self._slurm.timeout)
@@ -131,6 +148,7 @@ class Slurm(Scheduler):
             if back:
                 self._jobs.keep_off(back)
             broken.update(self._resume(back, self._clock() + self._slurm.timeout))
+            broken.update(unproven)
             broken.update({name: _unfit(known[name]) for name in before if "INVALID_REG" in known[name].state})
         results = {}
         for name in dict.fromkeys(nodes):
@@ -164,7 +182,7 @@ class Slurm(Scheduler):
         """Lift our drain and wait until the nodes answer; what is wrong with those that do not. A node is silent for
         a second after that even if all is well."""
         seen = self._slurm.nodes(wanted) if wanted else {}
-        names = [name for name in wanted if _our_run(seen[name])]
+        names = [name for name in wanted if our_run(seen[name])]
         taken = {
             name: f"was drained by somebody else meanwhile ({_why_out(seen[name])}); it is left so"
             for name in wanted
@@ -184,8 +202,10 @@ class Slurm(Scheduler):
             if booted:
                 said = self._slurm.update_nodes(booted, "state=resume")
             if self._clock() >= end or not said.ok:
+                if not said.ok:
+                    return {name: f"was not resumed: {refusal(said)}" for name in waiting}
                 return {
-                    name: f"is {'+'.join(sorted(seen[name].state))} after it was resumed ({said.describe()}); "
+                    name: f"is {'+'.join(sorted(seen[name].state))} after it was resumed; "
                     f"see on it: systemctl status slurmd; then: scontrol update nodename={name} state=resume"
                     for name in waiting
                 }
@@ -197,18 +217,19 @@ class Slurm(Scheduler):
     def _set_features(self, known: Mapping[str, Node], versions: Mapping[str, str]) -> str:
         """Bring the nodes' features in step with ``versions``: they are lost whenever slurmctld reads its configuration
         again. Returns what could not be set and why, or an empty text."""
-        groups: dict[tuple[str, ...], list[str]] = {}
+        groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
         for name, version in versions.items():
             node = known.get(name)
             if node is None or not version:
                 continue
             wanted = slurm_jobs.features_with(node, version)
-            if set(wanted) != set(node.available) or not set(wanted) - set(node.available) <= set(node.active):
+            if (set(wanted[0]), set(wanted[1])) != (set(node.available), set(node.active)):
                 groups.setdefault(wanted, []).append(name)
         wrong = []
-        for wanted, names in groups.items():
-            text = ",".join(wanted)
-            said = self._slurm.update_nodes(names, f"availablefeatures={text}", f"activefeatures={text}")
+        for (available, active), names in groups.items():
+            said = self._slurm.update_nodes(
+                names, f"availablefeatures={','.join(available)}", f"activefeatures={','.join(active)}"
+            )
             if not said.ok:
                 wrong.append(said.describe())
         return "; ".join(wrong)
@@ -224,6 +245,7 @@ class Slurm(Scheduler):
         patience: float,
         check: bool = False,
     ) -> dict[str, Evacuated]:
+        _reason(mark)  # a run that could not have drained a node cannot have noted anything in a job either
         known = self._slurm.nodes()
         names = [name for name in dict.fromkeys(nodes) if name in known]
         emptied = self._jobs.empty(names, mark, fates, deadline, patience, check) if names else {}
@@ -235,7 +257,7 @@ class Slurm(Scheduler):
         self, nodes: Sequence[str], mark: Mark, gpus: Mapping[str, int], timeout: float, check: bool = False
     ) -> dict[str, NodeResult]:
         end = self._clock() + timeout
-        known = self._slurm.nodes()
+        known, proofs = self._slurm.nodes(), self._slurm.reservations()
         before = {name: _state(known[name]) for name in nodes if name in known}
         found = [name for name in before if known[name].drain and gpus_missing(known[name].reason)]
         ours = [name for name, state in before.items() if state.ours or name in found]
@@ -256,11 +278,15 @@ class Slurm(Scheduler):
                 continue
             state, msg = before[name], f"{name} {wrong[name]}" if name in wrong else ""
             if name not in ours:
-                msg = (
-                    f"{name} was drained by somebody else ({_why_out(known[name])}), so no job was run there"
-                    if state.cordoned
-                    else f"{name} is in service; it was to be proven before that: drain it, then validate again"
-                )
+                if state.cordoned:
+                    msg = f"{name} was drained by somebody else ({_why_out(known[name])}), so no job was run there"
+                elif _reservation(name) in proofs:
+                    msg = (
+                        f"{name} is being proven by somebody else, or a proof was cut short; if none runs: drain it "
+                        "(node_cordon), then validate again"
+                    )
+                else:
+                    msg = f"{name} is in service; it was to be proven before that: drain it, then validate again"
             results[name] = NodeResult(state, state, failed=name in wrong or not state.cordoned, msg=msg)
         return results
 
@@ -271,24 +297,23 @@ class Slurm(Scheduler):
             self._slurm.update_nodes(names, "state=drain", f"reason={_reason(mark)}")
 
     def _prove(self, names: Sequence[str], known: Mapping[str, Node], mark: Mark, end: float) -> dict[str, str]:
-        """Run a job on each node while a reservation keeps others out, and drain it again; what was wrong."""
+        """Run a job on each node while a reservation keeps others out, and drain it again; what was wrong. The
+        reservation has no end: if we die, the node stays closed until somebody cordons it again or settles."""
         if not names:
             return {}
-        minutes = str(int(max(0.0, end - self._clock())) // 60 + 10)
         who = pwd.getpwuid(os.geteuid()).pw_name
         wrong: dict[str, str] = {}
 
         def reserve(name: str) -> None:
             said = self._slurm.change(
                 "scontrol", "create", "reservation", f"reservationname={_reservation(name)}", "starttime=now",
-                f"duration={minutes}", f"users={who}", "flags=MAINT,IGNORE_JOBS", f"nodes={name}",
+                "duration=UNLIMITED", f"users={who}", "flags=MAINT,IGNORE_JOBS", f"nodes={name}",
             )  # fmt: skip
             if not said.ok:
-                wrong[name] = (
-                    f"could not be reserved ({said.describe()}); if nobody else proves it at this moment: "
-                    f"scontrol delete reservationname={_reservation(name)}"
-                )
+                taken = f"; if nobody proves it at this moment: scontrol delete reservationname={_reservation(name)}"
+                wrong[name] = f"could not be reserved ({refusal(said)}){taken if _reservation(name) in before else ''}"
 
+        before = self._slurm.reservations()
         each(reserve, names)
         there = self._slurm.reservations()
         reserved = []
@@ -365,7 +390,8 @@ class Slurm(Scheduler):
     # ---- the end
 
     def settle(self, mark: Mark, check: bool = False) -> list[str]:
-        done = []
+        done: list[str] = []
+        refused: list[str] = []
         if self._set.versions and not check:
             # a slurmctld that was started again since the last batch has forgotten them
             self._set_features(self._slurm.nodes(), self._set.versions)
@@ -373,16 +399,31 @@ class Slurm(Scheduler):
             if not name.startswith(slurm_jobs.RESERVATION) or reservation.nodes != (name[len("gpufleet-") :],):
                 continue
             node = self._slurm.nodes(reservation.nodes)[reservation.nodes[0]]
-            if not check and not node.out:
+            acts: list[Sequence[str]] = [("scontrol", "delete", f"reservationname={name}")]
+            if not node.out:
                 # a proof was cut short: nobody knows whether the node is fit, so it does not go to work
-                self._slurm.update_nodes([node.name], "state=drain", f"reason={_reason(mark)}")
-            if not check:
-                self._slurm.change("scontrol", "delete", f"reservationname={name}")
-            done.append(f"reservation {name}")
-        return done + self._jobs.settle(check)
+                drain = ("scontrol", "update", f"nodename={node.name}", "state=drain", f"reason={_reason(mark)}")
+                acts.insert(0, drain)
+            wrong = "" if check else self._first_refused(acts)
+            (refused if wrong else done).append(f"reservation {name}" + (f": {wrong}" if wrong else ""))
+        of_jobs, refused_of_jobs = self._jobs.settle(check)
+        done, refused = done + of_jobs, refused + refused_of_jobs
+        if refused:
+            raise SchedulerError(
+                f"could not be taken away: {'; '.join(refused)}" + (f". Taken away: {'; '.join(done)}" if done else "")
+            )
+        return done
+
+    def _first_refused(self, acts: Sequence[Sequence[str]]) -> str:
+        for words in acts:
+            said = self._slurm.change(*words)
+            if not said.ok:
+                return refusal(said)
+        return ""
 
     def doubtful(self) -> list[str]:
-        return slurm_jobs.held_by_nobody(self._slurm.jobs_with_requeued_tasks())
+        jobs = self._slurm.jobs(each_task=True)
+        return slurm_jobs.held_by_nobody(jobs) + slurm_jobs.still_bound(jobs)
 
 
 def with_options(run: Runner, options: Mapping[str, Any]) -> Slurm:
@@ -413,14 +454,8 @@ def _reason(mark: Mark) -> str:
     return f"gpufleet: NVIDIA driver upgrade, run={mark.run_id}"
 
 
-def _our_run(node: Node) -> str | None:
-    """The run that drained the node; a reason alone says nothing, Slurm may keep it on a node that works again."""
-    found = _REASON.match(node.reason) if node.drain else None
-    return found.group(1) if found else None
-
-
 def _state(node: Node) -> State:
-    run = _our_run(node)
+    run = our_run(node)
     return State(node.out, run is not None, run)
 
 

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Callable, TypeVar
 
@@ -26,13 +26,19 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base im
 
 _AT_ONCE = 8
 _MOST_NAMES = 1000
+_ONE_SIGNAL = 4.0
 _ALIEN = ("SLURM_", "SQUEUE_", "SRUN_", "SCONTROL_")
 _NEEDED = ("SLURM_CONF", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK")
-_BEFORE_IT_REPEATS = 4.0
-"""Seconds. Told to signal a task of an array with waiting tasks, slurmctld does so and says that it could not, so that
-scancel tries again, for the first time after five seconds, and ten times in all."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+
+
+def refusal(said: Completed) -> str:
+    """What Slurm says against a change, and who may make it."""
+    return (
+        f"{said.describe()}; if for lack of rights: it takes root, SlurmUser or AdminLevel=Administrator "
+        "(gpu_scheduler_become)"
+    )
 
 
 def each(act: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
@@ -66,25 +72,12 @@ class Commands:
         found = slurm_text.nodes(self._read(["scontrol", "-o", "-d", "show", "node", *listed]))
         return {name: found[name] for name in wanted if name in found} if wanted else found
 
-    def jobs(self) -> list[slurm_text.Job]:
-        """Every job that has not finished; the waiting tasks of an array are one, also those that were requeued."""
-        return self._jobs()
-
-    def jobs_with_requeued_tasks(self) -> list[slurm_text.Job]:
-        """As :meth:`jobs`, and besides each waiting task of an array that was requeued held or bears a note by itself:
-        squeue hides it behind the tasks that never ran."""
-        found = self._jobs()
-        if any(job.folded for job in found):
-            nonce = secrets.token_hex(8)
-            words = ["--array", "--states=PENDING", "--Format", slurm_text.requeued_format(nonce)]
-            names = slurm_text.requeued_tasks(self._read(["squeue", "--noheader", "--all", *words]), nonce)
-            for start in range(0, len(names), _MOST_NAMES):
-                found += self._jobs(f"--jobs={','.join(names[start : start + _MOST_NAMES])}")
-        return found
-
-    def _jobs(self, *words: str) -> list[slurm_text.Job]:
+    def jobs(self, each_task: bool = False) -> list[slurm_text.Job]:
+        """Every job that has not finished. The waiting tasks of an array are one, with what is said of any of them,
+        unless ``each_task`` wants them one by one."""
         nonce = secrets.token_hex(8)
-        text = self._read(["squeue", "--noheader", "--all", *words, "--Format", slurm_text.job_format(nonce)])
+        one_by_one = ["--array"] if each_task else []
+        text = self._read(["squeue", "--noheader", "--all", *one_by_one, "--Format", slurm_text.job_format(nonce)])
         try:
             return slurm_text.jobs(text, nonce)
         except ValueError as exc:
@@ -96,18 +89,25 @@ class Commands:
     def credential_seconds(self) -> int:
         return slurm_text.credential_seconds(self._read(["scontrol", "show", "config"]))
 
-    def change(self, *words: str) -> Completed:
+    def change(self, *words: str, timeout: float | None = None) -> Completed:
         """Run a command that changes something; if slurmctld was not there, wait for it and try once more.
 
         :raises SchedulerError: if it does not come back.
         """
         self._wait()
-        timeout = min(self.timeout, _BEFORE_IT_REPEATS) if words[0] == "scancel" else self.timeout
-        said = self.start(list(words), timeout)
+        said = self.start(list(words), timeout or self.timeout)
         if not said.ok and not self._answers():
             self._wait()
-            said = self.start(list(words), timeout)
+            said = self.start(list(words), timeout or self.timeout)
         return said
+
+    def signal(self, job: slurm_text.Job, signal: str) -> Completed:
+        """Send a signal to a job's batch script. Where other tasks of its array wait, Slurm sends it and refuses it all
+        the same, and scancel sends it ten times, for the first time again after five seconds: so it is ended then."""
+        task = "_" in job.id
+        patience = min(_ONE_SIGNAL, self.timeout) if task else self.timeout
+        said = self.change("scancel", f"--signal={signal}", "--batch", job.id, timeout=patience)
+        return replace(said, rc=0) if task and said.timed_out else said
 
     def update_nodes(self, names: Sequence[str], *words: str) -> Completed:
         """``scontrol update`` of nodes (at least one) that exist, in portions that fit on a command line; the first

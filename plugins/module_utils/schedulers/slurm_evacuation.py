@@ -17,9 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Callable
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import slurm_jobs
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import End, Evacuated, Fate, Mark
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_commands import Commands, each
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_commands import Commands, each, refusal
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_jobs import Policy, Step, Token
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_text import Job, Node
 
@@ -27,7 +28,8 @@ POLL = 2.0
 """Seconds between two looks at the cluster."""
 
 SURE = 2
-"""Looks in a row that must find a node idle: for some seconds after slurmctld has started one may be wrong."""
+"""Looks in a row that must find the same, a node idle for example: for some seconds after slurmctld has started one may
+be wrong, and a node is read a moment before its jobs are."""
 
 MARGIN = 5
 """Seconds that a job is kept off a node longer than its credential is good: clocks differ."""
@@ -57,16 +59,26 @@ class _Watch:
     failed: dict[str, list[str]] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     idle: Counter[str] = field(default_factory=Counter)
+    stuck: Counter[str] = field(default_factory=Counter)
+    """Looks in a row in which a node was busy though no job was on it."""
+    refused: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By workload: looks in a row in which Slurm refused what was to be done, and its words."""
     on: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The workloads seen in the last look, and their nodes among ours."""
     did: dict[str, Step] = field(default_factory=dict)
     notes: dict[str, Token] = field(default_factory=dict)
     """What was last noted about each workload: a site's epilog may write over it in the job."""
     files: dict[str, str] = field(default_factory=dict)
+    """The save file of each workload in the last look."""
     unreleased: bool = False
 
     def sure(self, name: str) -> bool:
         return self.idle[name] >= SURE
+
+    def once_more(self) -> bool:
+        """Whether something was seen that must be seen twice."""
+        looks = [self.idle[name] for name in self.names] + [self.stuck[name] for name in self.names]
+        return any(0 < count < SURE for count in (*looks, *(count for count, dummy in self.refused.values())))
 
     def result(self, name: str) -> Evacuated:
         failed = self.failed.get(name, [])
@@ -106,39 +118,56 @@ class Evacuation:
         patience: float,
         check: bool = False,
     ) -> dict[str, Evacuated]:
-        """As :meth:`.base.Scheduler.evacuate`, for ``names`` that Slurm knows."""
+        """As :meth:`.base.Scheduler.evacuate`, for ``names`` that Slurm knows. Nothing is done to jobs on nodes that
+        are not drained by us; with ``check``, one in service is taken for drained by us."""
         wanted: dict[str, str] = {}
         for fate in fates:
             wanted.setdefault(fate.workload, fate.fate)
         watch = _Watch(names)
         end = self._clock() + patience
         while True:
-            nodes, jobs = self._slurm.nodes(names), self._slurm.jobs_with_requeued_tasks()
+            nodes, jobs = self._slurm.nodes(names), self._slurm.jobs(each_task=True)
+            foreign = {name: _whose(nodes[name]) for name in names if not slurm_jobs.our_run(nodes[name])}
             if check:
-                return self._foretold(names, jobs, wanted, mark, deadline)
-            self._look_round(watch, nodes, jobs, wanted, mark, deadline)
+                foreign = {name: whose for name, whose in foreign.items() if nodes[name].drain}
+                return self._foretold(names, jobs, foreign, wanted, mark, deadline)
+            self._look_round(watch, nodes, jobs, foreign, wanted, mark, deadline)
             finished = all(watch.sure(name) or name in watch.failed for name in names) and not watch.unreleased
-            second_look = any(0 < watch.idle[name] < SURE for name in names)
-            if finished or (self._clock() >= end and not second_look):
+            if finished or (self._clock() >= end and not watch.once_more()):
                 return {name: watch.result(name) for name in names}
             self._slurm.sleep(POLL)
 
     def _foretold(
-        self, names: Sequence[str], jobs: Sequence[Job], wanted: Mapping[str, str], mark: Mark, deadline: float
+        self,
+        names: Sequence[str],
+        jobs: Sequence[Job],
+        foreign: Mapping[str, str],
+        wanted: Mapping[str, str],
+        mark: Mark,
+        deadline: float,
     ) -> dict[str, Evacuated]:
         ends: dict[str, list[End]] = {name: [] for name in names}
         how = {"signal": "requeued", "hold": "requeued", "requeue": "requeued", "cancel": "stopped", "fail": "left"}
+        shared = slurm_jobs.shared_saves(jobs)
         for workload, members in _workloads_on(names, jobs).items():
-            step = self._next(members[0], wanted.get(workload, ""), mark, deadline, saved=False)
-            for name in _nodes_of(members, names):
+            on = _nodes_of(members, names)
+            noted = slurm_jobs.token(members[0].admin_comment)
+            step = self._next(members[0], wanted.get(workload, ""), mark, deadline, noted, False, shared)
+            if all(name in foreign for name in on):
+                step = Step("fail", foreign[on[0]])
+            for name in on:
                 ends[name].append(End(workload, how.get(step.do, "ended"), step.why))
-        return {name: Evacuated(tuple(found), changed=bool(found)) for name, found in ends.items()}
+        return {
+            name: Evacuated(tuple(found), changed=any(end.how != "left" for end in found))
+            for name, found in ends.items()
+        }
 
     def _look_round(
         self,
         watch: _Watch,
         nodes: Mapping[str, Node],
         jobs: Sequence[Job],
+        foreign: Mapping[str, str],
         wanted: Mapping[str, str],
         mark: Mark,
         deadline: float,
@@ -148,39 +177,52 @@ class Evacuation:
         watch.on = {workload: _nodes_of(members, watch.names) for workload, members in found.items()}
         watch.waiting = {name: [] for name in watch.names}
         watch.failed = {}
-        todo: list[tuple[Sequence[Job], Step]] = []
+        shared = slurm_jobs.shared_saves(jobs)
+        steps: dict[str, Step] = {}
         for workload, members in found.items():
-            job = members[0]
-            step = self._next(job, wanted.get(workload, ""), mark, deadline, self._saved(watch, job))
+            job, on = members[0], watch.on[workload]
+            noted = slurm_jobs.token(job.admin_comment) or watch.notes.get(workload)
+            saved = self._saved(watch, job, noted)
+            step = self._next(job, wanted.get(workload, ""), mark, deadline, noted, saved, shared)
+            if all(name in foreign for name in on) and step.do != "fail":
+                late = self._clock() >= deadline
+                step = Step("fail" if late else "wait", f"is left alone: {foreign[on[0]]}")
+            steps[workload] = step
+        todo = {workload: step for workload, step in steps.items() if step.do not in ("wait", "fail")}
+        answers = each(lambda item: self._act(found[item[0]], item[1], mark, nodes), list(todo.items()))
+        before, watch.refused = watch.refused, {}
+        for (workload, step), (note, refused, untold) in zip(todo.items(), answers):
+            if refused:
+                count = before.get(workload, (0, ""))[0] + 1
+                watch.refused[workload] = (count, refused)
+                sure = count >= SURE and self._clock() >= deadline
+                steps[workload] = Step("fail" if sure else "wait", f"{step.why}, but Slurm refuses: {refused}")
+            else:
+                watch.did[workload] = replace(step, why=f"{step.why}{untold}")
+                watch.notes[workload] = note
+                watch.changed.update(watch.on[workload])
+        for workload, step in steps.items():
+            text = f"{workload} of {found[workload][0].user} {step.why}"
             for name in watch.on[workload]:
-                text = f"{workload} of {job.user} {step.why}"
-                if step.do == "fail":
-                    watch.failed.setdefault(name, []).append(f"{workload} of {job.user} still runs and {step.why}")
-                else:
-                    watch.waiting[name].append(text)
-                if step.do not in ("wait", "fail"):
-                    watch.changed.add(name)
-            if step.do not in ("wait", "fail"):
-                todo.append((members, step))
-                watch.did[workload] = step
-        notes = each(lambda item: self._act(item[0], item[1], mark, nodes), todo)
-        watch.notes.update((slurm_jobs.called(members[0]), note) for (members, dummy), note in zip(todo, notes))
+                (watch.failed.setdefault(name, []) if step.do == "fail" else watch.waiting[name]).append(text)
         watch.unreleased = self._release(jobs, mark, watch, {name for name in watch.names if nodes[name].drain})
         for name in watch.names:
             self._judge(watch, nodes[name], deadline)
 
     def _judge(self, watch: _Watch, node: Node, deadline: float) -> None:
         busy, name = node.busy(), node.name
-        watch.idle[name] = 0 if busy or watch.waiting[name] or name in watch.failed else watch.idle[name] + 1
+        known = watch.waiting[name] or name in watch.failed
+        watch.idle[name] = 0 if busy or known else watch.idle[name] + 1
+        watch.stuck[name] = watch.stuck[name] + 1 if busy and not known else 0
         if not node.drain:
             watch.failed.setdefault(name, []).append(
                 "somebody put it back into service; drain it again or leave it out of the upgrade"
             )
-        elif busy and not watch.waiting[name]:
+        elif watch.stuck[name]:
             watch.waiting[name].append(busy)
-            if self._clock() >= deadline:
+            if self._clock() >= deadline and watch.stuck[name] >= SURE:
                 watch.failed.setdefault(name, []).append(f"{busy}; see: scontrol show node {name}")
-        elif not watch.sure(name) and not watch.waiting[name]:
+        elif not watch.sure(name) and not known:
             watch.waiting[name].append("it looks idle; that is looked at twice")
 
     def _note_ends(self, watch: _Watch, found: Mapping[str, object], everywhere: Mapping[str, Sequence[Job]]) -> None:
@@ -194,58 +236,71 @@ class Evacuation:
             for name in watch.on[workload]:
                 watch.ends.setdefault(name, []).append(end)
 
-    def _next(self, job: Job, fate: str, mark: Mark, deadline: float, saved: bool) -> Step:
-        return slurm_jobs.next_step(job, fate, self._clock(), deadline, self._policy, mark.run_id, saved)
+    def _next(
+        self,
+        job: Job,
+        fate: str,
+        mark: Mark,
+        deadline: float,
+        noted: Token | None,
+        saved: bool,
+        shared: Collection[str],
+    ) -> Step:
+        noted = noted if noted and noted.run == mark.run_id else None
+        return slurm_jobs.next_step(job, fate, self._clock(), deadline, self._policy, noted, saved, shared)
 
-    def _saved(self, watch: _Watch, job: Job) -> bool:
+    def _saved(self, watch: _Watch, job: Job, noted: Token | None) -> bool:
         """Whether the job's save file is another one than before it was asked, and written to no more."""
-        noted = slurm_jobs.token(job.admin_comment)
-        path = slurm_jobs.declared(job.comment).saved
+        path, workload = slurm_jobs.declared(job).saved, slurm_jobs.called(job)
         if noted is None or noted.step != "asked" or not path:
             return False
         now = self._look(path)
-        before, watch.files[path] = watch.files.get(path), now
+        before, watch.files[workload] = watch.files.get(workload), now
         return now not in (NO_FILE, noted.seen) and now == before
 
-    def settle(self, check: bool) -> list[str]:
-        """Make the jobs in the queue that bear a note of ours as they were; what was done."""
+    def settle(self, check: bool) -> tuple[list[str], list[str]]:
+        """Make the jobs in the queue that bear a note of ours as they were; what was done, and what Slurm refused."""
         end = self._clock() + self._slurm.timeout
         while True:
-            noted = [
-                (job, found)
-                for job in self._slurm.jobs_with_requeued_tasks()
-                if (found := slurm_jobs.token(job.admin_comment))
-            ]
+            jobs = self._slurm.jobs(each_task=True)
+            noted = [(job, found) for job in jobs if (found := slurm_jobs.token(job.admin_comment))]
             # one that we hold comes to the queue only when it has ended on its node
             coming = any(job.on_node and found.step == "held" and job.held for job, found in noted)
             if check or not coming or self._clock() >= end:
                 break
             self._slurm.sleep(POLL / 2)
-        done = []
+        done, refused = [], []
         for job, found in noted:
             if job.state != "PENDING":
                 continue
-            if not check:
-                self._free(job, found)
             what = f"constraint {found.feature}" if found.feature else "hold" if found.step == "held" else "note"
-            done.append(f"{what} of {slurm_jobs.called(job)} of {job.user}")
-        return done
+            text = f"{what} of {slurm_jobs.called(job)} of {job.user}"
+            said = None if check else self._free(job, found)
+            if said is None or said.ok:
+                done.append(text)
+            else:
+                refused.append(f"{text}: {refusal(said)}")
+        return done, refused
 
     # ---- what is done to a job; each can be repeated
 
-    def _act(self, members: Sequence[Job], step: Step, mark: Mark, nodes: Mapping[str, Node]) -> Token:
-        """What is done to the first component of a heterogeneous job is done to all. Returns what was noted."""
+    def _act(self, members: Sequence[Job], step: Step, mark: Mark, nodes: Mapping[str, Node]) -> tuple[Token, str, str]:
+        """What is done to the first component of a heterogeneous job is done to all. Returns what was noted, what Slurm
+        says if it refuses, and what else went wrong."""
         job = members[0]
         now, off = int(self._clock()), ",".join(dict.fromkeys(node for member in members for node in member.nodes))
         message = f"{off} gets another NVIDIA driver, and this job {step.why}"
         note = Token(mark.run_id, "done", now)
         if step.do == "signal":
-            said = slurm_jobs.declared(job.comment)
+            said = slurm_jobs.declared(job)
             note = replace(note, step="asked", seen=self._look(said.saved))
-            self._slurm.change("scancel", f"--signal={said.signal}", "--batch", job.id)
+            answer = self._slurm.signal(job, said.signal)
             # noted after the signal: a call that dies in between asks once more, which does no harm
-            self._tell(job, message, note)
-        elif step.do == "hold":
+            if answer.ok:
+                self._tell(job, message, note)
+            return self._done(answer, job, off, message, note)
+        acts: list[tuple[str, ...]]
+        if step.do == "hold":
             versions = {slurm_jobs.version_of(nodes[name]) for name in off.split(",") if name in nodes}
             version = versions.pop() if len(versions) == 1 else None
             feature = f"{slurm_jobs.DRIVER_FEATURE}{version}" if version else ""
@@ -253,27 +308,36 @@ class Evacuation:
                 feature = ""
             was = job.constraint if feature else ""
             note = replace(note, step="held", feature=feature, was=was, off=off)
-            # noted before: once it is held, this is how the next call knows to let it go
-            self._tell(job, message, note)
-            self._slurm.change("scontrol", "requeuehold", "incomplete", job.id)
+            acts = [("scontrol", "requeuehold", "incomplete", job.id)]
         elif step.do == "requeue":
             note = replace(note, off=off)
-            self._tell(job, message, note)
-            if not job.requeue:
-                self._slurm.change("scontrol", "update", f"jobid={job.id}", "requeue=1")
             # without "incomplete" a job that has finished meanwhile would run all over again
-            self._slurm.change("scontrol", "requeue", "incomplete", job.id)
+            acts = [("scontrol", "requeue", "incomplete", job.id)]
+            if not job.requeue:
+                acts.insert(0, ("scontrol", "update", f"jobid={job.id}", "requeue=1"))
         else:
-            self._tell(job, message, note)
-            self._slurm.change("scancel", job.id)
-        if self._notify:
-            self._slurm.run(_filled(self._notify, job, off, message), timeout=self._slurm.timeout)
-        return note
+            acts = [("scancel", job.id)]
+        # noted before: once it is held, this is how the next call knows to let it go
+        answer = self._tell(job, message, note)
+        for words in acts:
+            if answer.ok:
+                answer = self._slurm.change(*words)
+        if not answer.ok:
+            self._slurm.change("scontrol", "update", f"jobid={job.id}", f"admincomment={job.admin_comment}")
+        return self._done(answer, job, off, message, note)
 
-    def _tell(self, job: Job, message: str, noted: Token) -> None:
+    def _done(self, answer: Completed, job: Job, off: str, message: str, note: Token) -> tuple[Token, str, str]:
+        if not answer.ok:
+            return note, refusal(answer), ""
+        if not self._notify:
+            return note, "", ""
+        told = self._slurm.run(_filled(self._notify, job, off, message), timeout=self._slurm.timeout)
+        return note, "", "" if told.ok else f"; its owner was not told: {told.describe()}"
+
+    def _tell(self, job: Job, message: str, noted: Token) -> Completed:
         """Note in the job how far it is, where its owner reads it too."""
         text = slurm_jobs.with_token(job.admin_comment, message, noted)
-        self._slurm.change("scontrol", "update", f"jobid={job.id}", f"admincomment={text}")
+        return self._slurm.change("scontrol", "update", f"jobid={job.id}", f"admincomment={text}")
 
     def _release(self, jobs: Sequence[Job], mark: Mark, watch: _Watch, closed: Collection[str]) -> bool:
         """Let the jobs start that are in the queue by our doing; whether one is still on its way there. Only a job
@@ -294,31 +358,38 @@ class Evacuation:
         text = job.admin_comment
         if noted.step == "held":
             constraint = slurm_jobs.bound(noted.was, noted.feature) if noted.feature else None
-            self._let_go(job, constraint)
+            said = self._let_go(job, constraint)
+            if said and not said.ok:
+                return
             message = "this job was put back into the queue, because its node gets another NVIDIA driver"
             text = slurm_jobs.with_token(text, message, replace(noted, step="done"))
         words = [f"admincomment={text}", *(["starttime=now"] if hurry else [])]
         self._slurm.change("scontrol", "update", f"jobid={job.id}", *words)
 
-    def _free(self, job: Job, noted: Token) -> None:
+    def _free(self, job: Job, noted: Token) -> Completed:
         """Make a job in the queue as it was before us."""
         if noted.step == "held" or noted.feature:
-            self._let_go(job, noted.was if noted.feature else None, held=noted.step == "held")
+            said = self._let_go(job, noted.was if noted.feature else None, held=noted.step == "held")
+            if said and not said.ok:
+                return said
         text = slurm_jobs.without_token(job.admin_comment)
-        self._slurm.change("scontrol", "update", f"jobid={job.id}", f"admincomment={text}")
+        return self._slurm.change("scontrol", "update", f"jobid={job.id}", f"admincomment={text}")
 
-    def _let_go(self, job: Job, constraint: str | None, held: bool = True) -> None:
-        """The note that it is held by us is taken away only after this, so that it is not forgotten in the queue."""
+    def _let_go(self, job: Job, constraint: str | None, held: bool = True) -> Completed | None:
+        """The note that it is held by us is taken away only after this, so that it is not forgotten in the queue.
+        Returns what Slurm said last, or first refused."""
+        said = None
         if constraint is not None:
-            self._slurm.change("scontrol", "update", f"jobid={job.id}", f"features={constraint}")
-        if held:
-            self._slurm.change("scontrol", "release", job.id)
+            said = self._slurm.change("scontrol", "update", f"jobid={job.id}", f"features={constraint}")
+        if held and (said is None or said.ok):
+            said = self._slurm.change("scontrol", "release", job.id)
+        return said
 
     def keep_off(self, names: Collection[str]) -> None:
         """Before ``names`` go back to work: no job in the queue may come to a node that it was taken off just now."""
         noted = [
             (job, found)
-            for job in self._slurm.jobs_with_requeued_tasks()
+            for job in self._slurm.jobs(each_task=True)
             if job.state == "PENDING" and (found := slurm_jobs.token(job.admin_comment))
         ]
         near = [(job, found) for job, found in noted if set(found.off.split(",")) & set(names)]
@@ -335,6 +406,12 @@ def _workloads_on(names: Sequence[str], jobs: Sequence[Job]) -> dict[str, list[J
     ours = set(names)
     touched = {slurm_jobs.called(job) for job in jobs if job.on_node and ours.intersection(job.nodes)}
     return slurm_jobs.grouped(job for job in jobs if job.on_node and slurm_jobs.called(job) in touched)
+
+
+def _whose(node: Node) -> str:
+    if not node.drain:
+        return f"{node.name} is in service"
+    return f"{node.name} is drained by {node.reason_by or 'somebody'} ({node.reason or 'no reason given'}), not by us"
 
 
 def _nodes_of(members: Sequence[Job], names: Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ A job's owner says in its comment how it saves itself, in words among others::
 
 ``gpufleet.may=wait`` (or ``restart``, ``move``, ``protect``, joined by commas) narrows what may be done. What this
 collection does to a job is noted in its AdminComment, which its owner can read and nobody else writes, so that any
-later call, from any machine, can go on.
+later call, from any machine, can go on. All tasks of an array have one comment: ``%A`` and ``%a`` in the file's name
+are the array's number and the task's, as in sbatch's own names of files.
 
 Private to this collection: may change in any release.
 """
@@ -17,14 +18,14 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import lru_cache
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_text import (
-    REQUEUED_HELD,
     Job,
     Node,
     Reservation,
@@ -33,6 +34,16 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_t
 DRIVER_FEATURE = "driver-"
 RESERVATION = "gpufleet-"
 _A_YEAR = 365 * 86400.0
+
+
+_REASON = re.compile(r"gpufleet: .*\brun=(\S+)")
+"""Words that somebody added to ours make the drain that person's."""
+
+
+def our_run(node: Node) -> str | None:
+    """The run that drained the node; a reason alone says nothing, Slurm may keep it on a node that works again."""
+    found = _REASON.fullmatch(node.reason) if node.drain else None
+    return found.group(1) if found else None
 
 
 @dataclass(frozen=True)
@@ -54,30 +65,45 @@ class Declared:
     may: frozenset[str] | None = None
 
 
+_MOST_OF_A_PATH = 1024
 _WORD = re.compile(r"(?:^|\s)gpufleet\.(signal|saved|may)=(\S+)")
 _SIGNAL = re.compile(r"(?:SIG)?([A-Z][A-Z0-9]{1,8}|\d{1,2})")
 
 
-def declared(comment: str) -> Declared:
+def declared(job: Job) -> Declared:
     """Words that make no sense count as not said, but a ``may`` that nobody understands allows nothing but waiting."""
-    said = dict(_WORD.findall(comment))
+    said = dict(_WORD.findall(job.comment))
     signal = _SIGNAL.fullmatch(said.get("signal", ""))
     saved = said.get("saved", "")
+    array, dummy, task = job.shown.partition("_")
+    if task:
+        saved = saved.replace("%A", array).replace("%a", task)
     may = None
     if "may" in said:
         may = frozenset(said["may"].split(","))
         if not may or may - fleet.PERMISSIONS:
             may = frozenset((fleet.WAIT,))
-    return Declared(signal.group(1) if signal else "", saved if saved.startswith("/") else "", may)
+    if not signal or not saved.startswith("/") or len(saved) > _MOST_OF_A_PATH:
+        return Declared(may=may)
+    return Declared(signal.group(1), saved, may)
 
 
-def allowed(job: Job, policy: Policy) -> frozenset[str]:
-    """What may be done to a job: ``wait``, ``restart``, ``move``, or ``protect`` alone."""
-    said = declared(job.comment)
+def shared_saves(jobs: Iterable[Job]) -> frozenset[str]:
+    """The save files that several workloads on nodes name: a new one does not say whose work is safe."""
+    named = {(declared(job).saved, called(job)) for job in jobs if job.on_node and job.comment}
+    return frozenset(file for file, count in Counter(file for file, dummy in named if file).items() if count > 1)
+
+
+def allowed(job: Job, policy: Policy, shared: Collection[str] = ()) -> frozenset[str]:
+    """What may be done to a job: ``wait``, ``restart``, ``move``, or ``protect`` alone. One whose save file is
+    ``shared`` with others is only waited for."""
+    said = declared(job)
     can = {fleet.WAIT}
-    if job.batch and (job.requeue or policy.no_requeue == "requeue"):
+    if said.saved in shared:
+        pass
+    elif job.batch and (job.requeue or policy.no_requeue == "requeue"):
         can.add(fleet.RESTART)
-        if said.signal and said.saved:
+        if said.saved:
             can.add(fleet.MOVE)
     elif (policy.no_requeue if job.batch else policy.interactive) == "cancel":
         can.add(fleet.RESTART)
@@ -124,12 +150,15 @@ def without_token(admin_comment: str) -> str:
 
 
 def with_token(admin_comment: str, message: str, noted: Token) -> str:
-    """``message`` is for the owner."""
+    """``message`` is for the owner; it may hold what a user wrote."""
     others = without_token(admin_comment)
     fields = " ".join(f"{name}={value}" for name, value in asdict(noted).items())
-    text = f"gpufleet: {message} [{fields}]"
+    text = f"gpufleet: {message.replace('[', '(').replace(']', ')')} [{fields}]"
     return f"{others} | {text}" if others else text
 
+
+_REQUEUED_HELD = "job requeued in held state"
+"""The reason that ``scontrol requeuehold`` gives a job, also after a restart of slurmctld."""
 
 _SIMPLE = re.compile(r"[\w.:-]+(?:&[\w.:-]+)*")
 
@@ -144,24 +173,36 @@ def bound(constraint: str, feature: str) -> str | None:
     return f"{constraint}&{feature}"
 
 
+_OUR_FEATURE = re.compile(rf"{DRIVER_FEATURE}\d[\d.]*")
+"""A site may have others, as ``driver-lts``."""
+
+
 def version_of(node: Node) -> str | None:
     """The driver version that a node's features tell."""
     for name in node.active:
-        if name.startswith(DRIVER_FEATURE):
+        if _OUR_FEATURE.fullmatch(name):
             return name[len(DRIVER_FEATURE) :]
     return None
 
 
-def features_with(node: Node, version: str) -> tuple[str, ...]:
-    """The features a node should have with that driver version: all others are kept, in their order."""
-    kept = tuple(name for name in node.available if not name.startswith(DRIVER_FEATURE))
-    return (*kept, f"{DRIVER_FEATURE}{version}")
+def features_with(node: Node, version: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The available and the active features a node should have with that driver version: all others are kept, in their
+    order."""
+    available, active = (
+        (*(name for name in names if not _OUR_FEATURE.fullmatch(name)), f"{DRIVER_FEATURE}{version}")
+        for names in (node.available, node.active)
+    )
+    return available, active
+
+
+ENDING = 240.0
+"""Seconds that a job may take to end, with its epilog, before its node is given up at the deadline."""
 
 
 @dataclass(frozen=True)
 class Step:
     """What is done to a job now: ``wait``, ``signal``, ``hold`` (requeue it held), ``requeue``, ``cancel`` or
-    ``fail`` (its node cannot be emptied); ``why`` is shown to people."""
+    ``fail`` (its node cannot be emptied); ``why`` is shown to people: words that follow on "this job"."""
 
     do: str
     why: str
@@ -173,22 +214,23 @@ def next_step(
     now: float,
     deadline: float,
     policy: Policy,
-    run: str,
+    noted: Token | None,
     saved: bool,
+    shared: Collection[str] = (),
 ) -> Step:
-    """``fate`` is the plan's word or an empty text. ``saved`` says that the job's save file was replaced since it was
-    asked to save."""
-    may = allowed(job, policy)
+    """``fate`` is the plan's word or an empty text. ``noted`` is what this run noted about the job, and ``saved``
+    says that its save file was replaced since it was asked to. ``shared`` are the save files that several jobs name.
+    """
+    may = allowed(job, policy, shared)
     late = now >= deadline
     if job.state == "COMPLETING":
-        return Step("wait", "is ending")
+        return _ending(job, noted, now, deadline)
     moves = fate == "move" and fleet.MOVE in may
     restarts = fleet.RESTART in may and (late or fate in ("cold_start", "move"))
-    said = declared(job.comment)
+    said = declared(job)
     # one that can save itself does so whatever becomes of it; a suspended one does not hear its signal
-    if (moves or restarts) and job.batch and said.signal and said.saved and job.state != "SUSPENDED":
-        noted = token(job.admin_comment)
-        if noted is None or noted.run != run or noted.step != "asked":
+    if (moves or restarts) and job.batch and said.saved and job.state != "SUSPENDED":
+        if noted is None or noted.step != "asked":
             return Step("signal", f"is asked by {said.signal} to save itself to {said.saved}")
         if saved:
             return Step("hold" if moves else "requeue", f"has saved itself to {said.saved}")
@@ -197,20 +239,46 @@ def next_step(
         if moves and not late:
             return Step("wait", f"has not saved itself to {said.saved} within {policy.save_timeout:.0f} s and runs on")
     if restarts:
-        why = "its time is over" if late else "the plan starts it anew"
+        why = "the time to wait for it is over" if late else "the plan starts it anew"
+        if noted and noted.step == "asked":
+            why += f", and it has not saved itself to {said.saved} within {policy.save_timeout:.0f} s"
         if job.batch and (job.requeue or policy.no_requeue == "requeue"):
-            return Step("requeue", why)
-        return Step("cancel", f"{why}, and Slurm cannot requeue it")
+            return Step("requeue", f"is put back into the queue, since {why}")
+        return Step("cancel", f"is ended, since {why} and Slurm cannot requeue it")
     if late:
-        return Step("fail", f"{_why_left(job, may)}; ask {job.user}, or end it: scancel {job.shown}")
+        left = _why_left(job, may, said.saved if said.saved in shared else "")
+        return Step("fail", f"{left}; ask {job.user}, or end it: scancel {job.shown}")
     if job.state == "SUSPENDED":
         return Step("wait", f"is suspended and holds its GPUs; resume it: scontrol resume {job.shown}")
-    return Step("wait", f"runs, {_when(job.ends)}")
+    alone = ", and alone can end it, since other jobs name its save file too" if said.saved in shared else ""
+    return Step("wait", f"runs, {_when(job.ends)}{alone}")
 
 
-def _why_left(job: Job, may: frozenset[str]) -> str:
+def _ending(job: Job, noted: Token | None, now: float, deadline: float) -> Step:
+    """One that does not come to its end has an epilog that hangs, or processes that cannot be killed. Slurm says when a
+    job began to end, but not of one that is requeued."""
+    since = job.ends if job.ends is not None and job.ends <= now else deadline
+    if noted and noted.step in ("done", "held"):
+        since = noted.at
+    if now < max(deadline, since + ENDING):
+        return Step("wait", "is ending")
+    node = job.nodes[0]
+    return Step(
+        "fail",
+        f"does not come to its end; see on {node} what is left of it or of its epilog: ps -ef; "
+        f"if nothing is: scontrol update nodename={node} state=down reason=stuck, then state=resume",
+    )
+
+
+def _why_left(job: Job, may: frozenset[str], shared: str) -> str:
     if fleet.PROTECT in may:
         return "its owner protects it"
+    if shared:
+        return (
+            f"it is one of several jobs that name the file {shared} as their save, so nobody can tell whose was "
+            f"written; name one for each (%A and %a are an array's number and its task's): scontrol update "
+            f"jobid={job.shown} comment=..."
+        )
     if not job.batch:
         return "it is interactive"
     if not job.requeue:
@@ -233,10 +301,30 @@ def held_by_nobody(jobs: Iterable[Job]) -> list[str]:
         for job in jobs
         if job.state == "PENDING"
         and job.held
-        and job.reason == REQUEUED_HELD
-        and declared(job.comment).saved
+        and job.reason == _REQUEUED_HELD
+        and declared(job).saved
         and not token(job.admin_comment)
     ]
+
+
+def still_bound(jobs: Iterable[Job]) -> list[str]:
+    """The jobs on nodes that we bound to a driver: Slurm lets nobody change that before they are in the queue again."""
+    bound_to = [(job, found) for job in jobs if job.on_node and (found := token(job.admin_comment)) and found.feature]
+    return [
+        f"{called(job)} of {job.user} still runs bound to nodes with {found.feature}; if it comes back to the queue "
+        f"when there are none: scontrol update jobid={job.shown} features={found.was}"
+        for job, found in bound_to
+    ]
+
+
+def maintained(reservations: Mapping[str, Reservation]) -> dict[str, str]:
+    """The nodes that somebody else has reserved for maintenance now, and that reservation's name."""
+    return {
+        node: reservation.name
+        for reservation in reservations.values()
+        if reservation.active and "MAINT" in reservation.flags and not reservation.name.startswith(RESERVATION)
+        for node in reservation.nodes
+    }
 
 
 def called(job: Job) -> str:
@@ -269,19 +357,15 @@ def snapshot(
 
     ``ours`` maps the nodes that this collection drained to the run that did it.
     """
-    closed = {
-        node: reservation.name
-        for reservation in reservations.values()
-        if reservation.active and "MAINT" in reservation.flags and not reservation.name.startswith(RESERVATION)
-        for node in reservation.nodes
-    }
+    closed = maintained(reservations)
     wanted = set(names)
     memory = any(node.memory_used for node in nodes.values())
     shown = {name: node for name, node in nodes.items() if node.gres or name in wanted}
     workloads = []
+    shared = shared_saves(jobs)
     for name, members in grouped(job for job in jobs if job.on_node).items():
         if any(node in shown for member in members for node in member.nodes):
-            workloads.append(_workload(name, members, shown, now, policy, memory))
+            workloads.append(_workload(name, members, shown, now, policy, memory, shared))
     return fleet.Snapshot(
         nodes=tuple(_planned_node(node, closed.get(name), name in ours, memory) for name, node in shown.items()),
         workloads=tuple(workloads),
@@ -329,11 +413,16 @@ def _labels(features: tuple[str, ...], partitions: tuple[str, ...]) -> Mapping[s
 
 
 def _workload(
-    name: str, members: Sequence[Job], nodes: Mapping[str, Node], now: float, policy: Policy, memory: bool
+    name: str,
+    members: Sequence[Job],
+    nodes: Mapping[str, Node],
+    now: float,
+    policy: Policy,
+    memory: bool,
+    shared: Collection[str],
 ) -> fleet.Workload:
     job = members[0]
-    may = frozenset.intersection(*(allowed(member, policy) for member in members)) or frozenset((fleet.WAIT,))
-    saves = declared(job.comment)
+    may = frozenset.intersection(*(allowed(member, policy, shared) for member in members)) or frozenset((fleet.WAIT,))
     ends = [member.ends for member in members if member.ends and (member.limit or 0) < _A_YEAR]
     requires = {f"partition.{job.partition}": ("true",)} if job.partition and "," not in job.partition else {}
     if _SIMPLE.fullmatch(job.constraint):
@@ -349,7 +438,7 @@ def _workload(
         kind="job",
         owner=job.user,
         may=may,
-        backends=("slurm",) if fleet.MOVE in may and saves.signal else (),
+        backends=("slurm",) if fleet.MOVE in may else (),
         remaining=max(0.0, max(ends) - now) if len(ends) == len(members) else None,
         at_risk=max(member.used for member in members),
         requires=requires,

@@ -304,11 +304,6 @@ class Job:
     reason: str = ""
 
     @property
-    def folded(self) -> bool:
-        """Whether it is one line for waiting tasks of an array."""
-        return "_[" in self.shown
-
-    @property
     def on_node(self) -> bool:
         """Whether it may have processes on its nodes."""
         return bool(self.nodes) and self.state in UNFINISHED_ON_NODE
@@ -341,25 +336,6 @@ def jobs(text: str, nonce: str) -> list[Job]:
     """
     return [_job(record, nonce) for record in text.split(f"{_UNIT}{nonce}{_UNIT}\n") if record.strip()]
 
-
-def requeued_format(nonce: str) -> str:
-    """The ``-O`` argument of squeue whose output :func:`requeued_tasks` reads."""
-    return ",".join(f"{name}:0{_UNIT}{nonce}" for name in ("JobArrayID", "Reason", "admin_comment")) + _UNIT
-
-
-def requeued_tasks(text: str, nonce: str) -> list[str]:
-    """Of the tasks of arrays that squeue listed with :func:`requeued_format` of the same ``nonce``, the ids of those
-    that bear a note of ours or were requeued held."""
-    records = (record.split(f"{_UNIT}{nonce}") for record in text.split(f"{_UNIT}{nonce}{_UNIT}\n"))
-    return [
-        shown
-        for shown, *said in records
-        if _TASK.fullmatch(shown) and (said[0] == REQUEUED_HELD or "gpufleet: " in said[-1])
-    ]
-
-
-REQUEUED_HELD = "job requeued in held state"
-"""The reason that ``scontrol requeuehold`` gives a job, also after a restart of slurmctld."""
 
 _TASK = re.compile(r"\d+_\d+")
 

@@ -28,11 +28,11 @@ class Died(BaseException):
 class Mortal(Commands):
     changes_left: int = 0
 
-    def change(self, *words: str) -> Completed:
+    def change(self, *words: str, timeout: float | None = None) -> Completed:
         if not self.changes_left:
             raise Died
         self.changes_left -= 1
-        return super().change(*words)
+        return super().change(*words, timeout=timeout)
 
 
 def mortal(slurm: Cluster, changes: int) -> Slurm:
@@ -68,3 +68,21 @@ def test_no_node_goes_to_work_unproven(slurm: Cluster, changes: int) -> None:
     slurm.backend().settle(R1)
     assert slurm.node("gpu-1").drain and not slurm.commands.reservations()
     assert slurm.job(eager).state == "PENDING"
+
+
+def test_a_proof_cut_short_keeps_others_out_until_the_node_is_proven(slurm: Cluster) -> None:
+    """We die when the node was resumed; nobody settles."""
+    slurm.backend().cordon(["gpu-1"], R1)
+    eager = slurm.submit("sleep 300", "--gres=gpu:1", user="daemon", node="gpu-1")
+    with pytest.raises(Died):
+        mortal(slurm, 2).validate(["gpu-1"], R1, {}, 60)
+    assert not slurm.node("gpu-1").drain
+    assert slurm.commands.reservations()["gpufleet-gpu-1"].end > time.time() + 86400, "it would open by itself"
+    back = slurm.backend().uncordon(["gpu-1"], R1)["gpu-1"]
+    again = slurm.backend().validate(["gpu-1"], R1, {}, 60)["gpu-1"]
+    assert back.failed and "proof was cut short" in back.msg
+    assert again.failed and "proof was cut short" in again.msg
+    assert slurm.backend().cordon(["gpu-1"], R1)["gpu-1"].changed and not slurm.commands.reservations()
+    assert slurm.state_of(eager) == "PENDING"
+    assert not slurm.backend().validate(["gpu-1"], R1, {"gpu-1": 4}, 60)["gpu-1"].failed
+    assert slurm.state_of(eager) == "PENDING"

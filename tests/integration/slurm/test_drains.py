@@ -73,6 +73,16 @@ def test_a_run_id_that_would_break_the_mark_is_refused(slurm: Cluster) -> None:
     assert not slurm.node("gpu-1").drain
 
 
+def test_a_node_that_somebody_else_maintains_is_not_touched(slurm: Cluster) -> None:
+    slurm.sh(
+        "scontrol", "create", "reservation", "reservationname=ops", "starttime=now", "duration=5",
+        "users=root", "flags=MAINT,IGNORE_JOBS", "nodes=gpu-1",
+    )  # fmt: skip
+    result = slurm.backend().cordon(["gpu-1", "gpu-2"], R1)
+    assert result["gpu-1"].failed and "reservation ops" in result["gpu-1"].msg and result["gpu-2"].changed
+    assert not slurm.node("gpu-1").drain
+
+
 def test_a_later_run_takes_over_what_an_earlier_one_drained(slurm: Cluster) -> None:
     slurm.backend().cordon(["gpu-1"], R1)
     assert slurm.backend().cordon(["gpu-1"], R2)["gpu-1"].before.run_id == "run-1"
@@ -106,6 +116,18 @@ def test_features_lost_by_a_reconfiguration_are_set_again(slurm: Cluster) -> Non
     until(lambda: slurm.node("gpu-1").active == ("lab",), "the configuration is read")
     slurm.backend(versions={"gpu-1": NEW}).settle(R1)
     assert slurm.node("gpu-1").active == ("lab", f"driver-{NEW}"), "also if it was read after the last batch"
+
+
+def test_features_of_the_site_stay_as_they_are(slurm: Cluster) -> None:
+    features = ["availablefeatures=lab,driver-lts,slow", "activefeatures=lab,driver-lts"]
+    slurm.sh("scontrol", "update", "nodename=gpu-1", *features)
+    slurm.backend(versions={"gpu-1": OLD}).cordon(["gpu-1"], R1)
+    slurm.backend(versions={"gpu-1": NEW}).uncordon(["gpu-1"], R1)
+    node = slurm.node("gpu-1")
+    assert (set(node.available), set(node.active)) == (
+        {"lab", "driver-lts", "slow", f"driver-{NEW}"},
+        {"lab", "driver-lts", f"driver-{NEW}"},
+    )
 
 
 @pytest.mark.each_release

@@ -15,7 +15,7 @@ import pytest
 from slurm_cluster import NEW, OLD, Cluster, until
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import slurm_jobs
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Fate, Mark
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Fate, Mark, SchedulerError
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_jobs import Policy
 
 R1, R2 = Mark("run-1", 1.0), Mark("run-2", 2.0)
@@ -114,28 +114,74 @@ def test_a_task_of_an_array_is_taken_off_its_node_alone(slurm: Cluster, fate: st
     assert [slurm.restarts(f"{array}_{number}") for number in (1, 2, 3)] == [0, 0, 1]
 
 
+SAVING_TASK = """\
+file={jobs}/{name}-$SLURM_ARRAY_TASK_ID
+trap 'echo asked >>$file.asked; sleep {takes}; echo 1 >$file.part; mv $file.part $file' USR1
+echo start >>$file.log
+while :; do sleep 0.2; done
+"""
+
+
 @pytest.mark.each_release
-@pytest.mark.parametrize("fate", ["cold_start", "move"])
-def test_tasks_of_an_array_with_tasks_that_wait(slurm: Cluster, fate: str) -> None:
-    """squeue hides those that we requeued behind those that never ran, and scancel signals ten times in 95 seconds."""
-    saved = slurm.state / "jobs" / f"many-{fate}"
-    script = f"trap 'echo $SLURM_ARRAY_TASK_ID >>{saved}.log; cp {saved}.log {saved}' USR1; while :; do sleep 0.1; done"
-    comment = f"--comment=gpufleet.signal=USR1 gpufleet.saved={saved}"
-    array = slurm.submit(script, comment, "--gres=gpu:1", "--requeue", "--array=1-9%2", node="gpu-1")
-    for number in (1, 2):
-        slurm.running(f"{array}_{number}")
-    time.sleep(0.5)  # until the scripts have set their traps
+def test_tasks_of_an_array_whose_others_wait_are_asked_once_and_let_go(slurm: Cluster) -> None:
+    """squeue shows all waiting tasks of an array as one, without the notes of some; scancel repeats a signal that Slurm
+    refuses because of the waiting ones."""
+    slurm.drain("gpu-2", "gpu-3", "gpu-4")
+    jobs = slurm.state / "jobs"
+    comment = f"--comment=gpufleet.signal=USR1 gpufleet.saved={jobs}/w-%a"
+    script = SAVING_TASK.format(jobs=jobs, name="w", takes=0)
+    array = slurm.submit(script, comment, "--array=1-9%2", "--gres=gpu:1", "--requeue")
+    tasks = [f"{array}_1", f"{array}_2"]
+    for task in tasks:
+        slurm.running(task)
+    until(lambda: slurm.text("w-1.log") and slurm.text("w-2.log"), "both tasks have begun")
+    slurm.sh("scontrol", "update", "nodename=gpu-2,gpu-3,gpu-4", "state=resume")
     slurm.backend(versions=dict.fromkeys(slurm.names, OLD)).cordon(["gpu-1"], R1)
-    result = slurm.empty(["gpu-1"], R1, fate=fate)["gpu-1"]
-    assert {(end.workload, end.how) for end in result.ends} == {(f"job {array}_{n}", "requeued") for n in (1, 2)}
-    assert sorted(slurm.text(f"many-{fate}.log").split()) == ["1", "2"], "each is signalled once"
-    waiting = {job.shown: job for job in slurm.commands.jobs_with_requeued_tasks()}
+    result = slurm.empty(["gpu-1"], R1, fate="move", patience=60)["gpu-1"]
+    assert sorted((end.workload, end.how) for end in result.ends) == [(f"job {task}", "requeued") for task in tasks]
+    assert not result.failed and not result.waiting
+    assert [slurm.text(f"w-{number}.asked") for number in (1, 2)] == ["asked\n"] * 2
+    moved = [slurm.job(task) for task in tasks]
+    assert [(job.held, job.constraint) for job in moved] == [(False, f"driver-{OLD}")] * 2
+    assert "BeginTime" not in [job.reason for job in moved], "they would wait for two minutes"
+    slurm.sh("scontrol", "hold", *tasks)
+    slurm.backend().settle(R1)
+    left = [slurm.job(task) for task in tasks]
+    assert [(job.constraint, job.admin_comment) for job in left] == [("", "")] * 2
+
+
+def test_jobs_that_name_one_save_file_are_left_alone_and_named(slurm: Cluster) -> None:
+    jobs = slurm.state / "jobs"
+    comment = f"--comment=gpufleet.signal=USR1 gpufleet.saved={jobs}/s-1"
+    array = slurm.submit(SAVING_TASK.format(jobs=jobs, name="s", takes=0), comment, "--array=1-2", "--gres=gpu:1")
+    node = slurm.running(f"{array}_1").nodes[0]
+    other = slurm.running(f"{array}_2").nodes[0]
+    until(lambda: slurm.text("s-1.log") and slurm.text("s-2.log"), "both tasks have begun")
+    slurm.backend().cordon([node, other], R1)
+    early = slurm.empty([node, other], R1, fate="move", patience=0)[node]
+    late = slurm.empty([node, other], R1, fate="move", patience=0, deadline=-1)[node]
+    assert "name its save file too" in early.waiting[0]
+    assert late.failed and f"scontrol update jobid={array}_1 comment=" in late.msg
+    assert not slurm.text("s-1.asked") and not slurm.text("s-2.asked")
+    assert [slurm.state_of(f"{array}_{number}") for number in (1, 2)] == ["RUNNING"] * 2
+    # the way out that was named
     for number in (1, 2):
-        job = waiting[f"{array}_{number}"]
-        assert not job.held and job.reason != "BeginTime"
-        assert job.constraint == (f"driver-{OLD}" if fate == "move" else "")
-    assert len(slurm.backend().settle(R1)) == 2
-    assert not any(job.constraint or job.admin_comment for job in slurm.commands.jobs_with_requeued_tasks())
+        own = f"comment=gpufleet.signal=USR1 gpufleet.saved={jobs}/s-{number}"
+        slurm.sh("scontrol", "update", f"jobid={array}_{number}", own)
+    done = slurm.empty([node, other], R1, fate="cold_start")
+    assert {end.reason for one in done.values() for end in one.ends} == {
+        f"has saved itself to {jobs}/s-{number}" for number in (1, 2)
+    }
+
+
+def test_a_save_file_with_any_name_is_noted_once(slurm: Cluster) -> None:
+    job = slurm.counter("run[7],a=b\"c'|[run=x", node="gpu-1")
+    slurm.running(job)
+    until(lambda: int(slurm.text("run[7],a=b\"c'|[run=x.now") or 0) > 1, "a step")
+    slurm.backend().cordon(["gpu-1"], R1)
+    result = slurm.empty(["gpu-1"], R1, fate="move")["gpu-1"]
+    assert [(end.how, "has saved itself" in end.reason) for end in result.ends] == [("requeued", True)]
+    assert slurm.job(job).admin_comment.count("gpufleet:") == 1 and not slurm.job(job).held
 
 
 @pytest.mark.each_release
@@ -219,6 +265,14 @@ def test_recover_lets_go_what_a_dead_run_held_though_no_node_is_to_be_brought_ba
     assert f"if by an upgrade that died: scontrol release {doubtful}" in done.stdout
     slurm.running(ours)
     assert slurm.job(doubtful).held
+
+
+def test_what_slurm_refuses_to_settle_is_said(slurm: Cluster) -> None:
+    job = held(slurm, "q", noted=True)
+    with pytest.raises(SchedulerError, match=f"hold of job {job} of root: .*gpu_scheduler_become"):
+        slurm.backend_as("daemon").settle(R1)
+    assert slurm.job(job).held and "step=held" in slurm.job(job).admin_comment
+    assert slurm.backend().settle(R1) == [f"hold of job {job} of root"]
 
 
 def test_a_job_whose_node_is_back_at_once_waits_until_it_may_start_there(slurm: Cluster) -> None:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import subprocess
+import time
 
 import pytest
 from slurm_cluster import Cluster, until
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Mark
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Fate, Mark
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_jobs import Policy
 
 R1, R2 = Mark("run-1", 1.0), Mark("run-2", 2.0)
@@ -128,7 +129,7 @@ def test_owners_are_told_in_the_job_and_by_a_command(slurm: Cluster) -> None:
     slurm.backend().cordon(["gpu-1"], R1)
     notify = ["sh", "-c", 'echo "$@" >>"$0"', str(said), "{job}", "{user}", "{nodes}", "{message}"]
     slurm.empty(["gpu-1"], R1, fate="cold_start", notify=notify)
-    assert said.read_text().startswith(f"{job} daemon gpu-1 gpu-1 gets another NVIDIA driver")
+    assert said.read_text().startswith(f"{job} daemon gpu-1 gpu-1 gets another NVIDIA driver, and this job is put back")
     assert "another NVIDIA driver" in slurm.job(job).admin_comment
     seen = slurm.sh("scontrol", "show", "job", job, user="daemon")
     assert "another NVIDIA driver" in seen
@@ -144,7 +145,37 @@ def test_names_and_comments_that_look_like_records_are_just_texts(slurm: Cluster
 
 
 def test_a_node_that_somebody_puts_back_to_work_meanwhile_is_given_up(slurm: Cluster) -> None:
+    job = slurm.submit("sleep 300", "--gres=gpu:1", "--requeue", node="gpu-1")
+    slurm.running(job)
     slurm.backend().cordon(["gpu-1"], R1)
     slurm.sh("scontrol", "update", "nodename=gpu-1", "state=resume")
-    result = slurm.empty(["gpu-1"], R1)["gpu-1"]
-    assert result.failed and "put it back into service" in result.msg
+    result = slurm.empty(["gpu-1"], R1, deadline=-1)["gpu-1"]
+    assert result.failed and "put it back into service" in result.msg and not result.changed
+    assert slurm.state_of(job) == "RUNNING" and slurm.restarts(job) == 0
+
+
+def test_jobs_on_a_node_that_somebody_else_drained_are_left_alone(slurm: Cluster) -> None:
+    job = slurm.submit("sleep 300", "--gres=gpu:1", "--requeue", node="gpu-1")
+    slurm.running(job)
+    slurm.backend().cordon(["gpu-1"], R1)
+    slurm.drain("gpu-1", reason="alice: fan")
+    early = slurm.empty(["gpu-1"], R1, fate="cold_start", patience=0)["gpu-1"]
+    late = slurm.empty(["gpu-1"], R1, fate="cold_start", patience=0, deadline=-1)["gpu-1"]
+    assert early.waiting and "is left alone: gpu-1 is drained by root (alice: fan), not by us" in early.waiting[0]
+    assert late.failed and "alice: fan" in late.msg and not late.changed
+    foretold = slurm.backend().evacuate(["gpu-1"], R1, [], time.time() - 1, 5, check=True)["gpu-1"]
+    assert [(end.how, foretold.changed) for end in foretold.ends] == [("left", False)]
+    assert slurm.state_of(job) == "RUNNING" and slurm.restarts(job) == 0
+
+
+@pytest.mark.parametrize("deadline", [3600, -1], ids=["in time", "late"])
+def test_what_slurm_refuses_is_said_and_fails_the_node_when_it_is_late(slurm: Cluster, deadline: float) -> None:
+    job = slurm.submit("sleep 300", "--gres=gpu:1", "--requeue", node="gpu-1")
+    slurm.running(job)
+    slurm.backend().cordon(["gpu-1"], R1)
+    fates = [Fate(f"job {job}", "cold_start")]
+    result = slurm.backend_as("daemon").evacuate(["gpu-1"], R1, fates, time.time() + deadline, 1)["gpu-1"]
+    text = result.msg if deadline < 0 else result.waiting[0]
+    assert f"job {job} of root" in text and "Slurm refuses" in text and "gpu_scheduler_become" in text
+    assert result.failed == (deadline < 0) and not result.changed
+    assert slurm.job(job).admin_comment == "" and slurm.state_of(job) == "RUNNING"

@@ -74,21 +74,85 @@ def noted(job: Job, token: Token) -> Job:
         (FIXED, "wait", LATER, Policy(no_requeue="requeue"), False, "requeue"),
         (TALK, "wait", LATER, Policy(), False, "fail"),
         (TALK, "cold_start", NOW, Policy(interactive="cancel"), False, "cancel"),
-        (replace(JOB, state="COMPLETING"), "cold_start", LATER, Policy(), False, "wait"),
         (replace(SAVER, state="SUSPENDED"), "move", NOW, Policy(), False, "requeue"),
         (replace(FIXED, state="SUSPENDED"), "wait", NOW, Policy(), False, "wait"),
     ],
 )
 def test_what_is_done_next(job: Job, fate: str, now: float, policy: Policy, saved: bool, do: str) -> None:
-    assert slurm_jobs.next_step(job, fate, now, DEADLINE, policy, "r1", saved).do == do
+    token = slurm_jobs.token(job.admin_comment)
+    ours = token if token and token.run == "r1" else None
+    assert slurm_jobs.next_step(job, fate, now, DEADLINE, policy, ours, saved).do == do
+
+
+@pytest.mark.parametrize(
+    ("ends", "noted", "now", "do"),
+    [
+        (1900.0, None, 1999.0, "wait"),
+        (1900.0, None, 2100.0, "wait"),
+        (1900.0, None, 2200.0, "fail"),
+        (9000.0, Token("r1", "done", 2100), 2300.0, "wait"),
+        (9000.0, Token("r1", "done", 2100), 2400.0, "fail"),
+        (9000.0, None, 2300.0, "fail"),
+    ],
+    ids=["in time", "late", "hangs", "requeued late", "requeued and hangs", "requeued by others and hangs"],
+)
+def test_a_job_that_never_comes_to_its_end_fails_its_node(
+    ends: float, noted: Token | None, now: float, do: str
+) -> None:
+    """Slurm 22.05 and later say of a requeued job that it will end when its next run would."""
+    job = replace(JOB, state="COMPLETING", ends=ends)
+    step = slurm_jobs.next_step(job, "", now, DEADLINE, Policy(), noted, False)
+    assert step.do == do and ("state=down" in step.why) == (do == "fail")
+
+
+def saver(shown: str, file: str, **more: object) -> Job:
+    return replace(JOB, id=shown, shown=shown, comment=f"gpufleet.signal=USR1 gpufleet.saved={file}", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "shared"),
+    [
+        ([saver("3_1", "/a"), saver("3_2", "/a")], {"/a"}),
+        ([saver("3_1", "/a"), saver("4", "/a")], {"/a"}),
+        ([saver("3_1", "/%A/%a"), saver("3_2", "/%A/%a"), saver("4_1", "/%A/%a")], set()),
+        ([saver("3_1", "/a"), saver("3_2", "/a", state="PENDING", nodes=())], set()),
+        ([saver("9+0", "/a"), saver("9+1", "/a")], set()),
+        ([JOB, replace(JOB, shown="3_2")], set()),
+    ],
+    ids=["tasks", "jobs", "each its own", "one waits", "heterogeneous", "none"],
+)
+def test_a_save_file_of_several_jobs_is_no_proof(jobs: list[Job], shared: set[str]) -> None:
+    assert slurm_jobs.shared_saves(jobs) == shared
+
+
+def test_jobs_with_one_save_file_are_only_waited_for_and_are_named_with_the_way_out() -> None:
+    tasks = [saver("3_1", "/a"), saver("3_2", "/a")]
+    work = {one.name: one for one in seen([node("gpu-1")], tasks).workloads}
+    assert [(one.may, one.backends) for one in work.values()] == [({"wait"}, ())] * 2
+    for fate, now, do in (("move", NOW, "wait"), ("", LATER, "fail")):
+        step = slurm_jobs.next_step(tasks[0], fate, now, DEADLINE, Policy(), None, True, {"/a"})
+        assert step.do == do
+    assert "scontrol update jobid=3_1 comment=" in step.why and "%a" in step.why
+
+
+def test_tasks_of_an_array_name_their_own_save_files() -> None:
+    assert slurm_jobs.declared(saver("12_3", "/scratch/%A/step-%a.pt")).saved == "/scratch/12/step-3.pt"
+    assert slurm_jobs.declared(saver("12", "/scratch/%a.pt")).saved == "/scratch/%a.pt"
+
+
+def test_a_path_that_no_file_can_have_counts_as_not_said() -> None:
+    assert slurm_jobs.declared(saver("12", "/" + "a" * 9000)) == slurm_jobs.Declared()
 
 
 @pytest.mark.parametrize(
     "before", ["", "ticket 12", "a | gpufleet: old [run=r0 step=done at=1 seen= feature= was= off=]"]
 )
-def test_a_note_goes_round_and_keeps_what_others_wrote(before: str) -> None:
+@pytest.mark.parametrize(
+    "message", ["gpu-1 gets another driver", "saves itself to /a/run[7].pt", "to /[run=r9 step=done at=1 ] |"]
+)
+def test_a_note_goes_round_and_keeps_what_others_wrote(before: str, message: str) -> None:
     token = Token("r1", "held", 12, "1.2.3", "driver-535.183.01", "a&b", "gpu-1,gpu-2")
-    text = slurm_jobs.with_token(before, "gpu-1 gets another driver", token)
+    text = slurm_jobs.with_token(before, message, token)
     assert slurm_jobs.token(text) == token
     assert slurm_jobs.without_token(text) == slurm_jobs.without_token(before)
     assert slurm_jobs.token(slurm_jobs.without_token(text)) is None
@@ -110,9 +174,13 @@ def test_a_constraint_is_only_added_to_where_its_meaning_stays(constraint: str, 
     assert slurm_jobs.bound(constraint, "driver-1") == expected
 
 
-def test_other_features_stay_in_their_order() -> None:
-    node = Node("n", flags("IDLE"), available=("b", "driver-1", "a"))
-    assert slurm_jobs.features_with(node, "2") == ("b", "a", "driver-2")
+def test_other_features_stay_in_their_order_and_as_they_are() -> None:
+    node = Node(
+        "n", flags("IDLE"), available=("b", "driver-1", "driver-lts", "a"), active=("driver-1", "driver-lts", "a")
+    )
+    available, active = slurm_jobs.features_with(node, "2")
+    assert available == ("b", "driver-lts", "a", "driver-2") and active == ("driver-lts", "a", "driver-2")
+    assert slurm_jobs.version_of(node) == "1"
 
 
 def node(name: str, state: str = "MIXED", **more: object) -> Node:
@@ -175,3 +243,17 @@ HELD = replace(SAVER, state="PENDING", nodes=(), held=True, reason="job requeued
 def test_a_job_that_we_may_have_held_is_named_with_the_way_out(job: Job, named: bool) -> None:
     said = slurm_jobs.held_by_nobody([job])
     assert [f"scontrol release {job.shown}" in line for line in said] == [True] * named
+
+
+def test_a_job_that_still_runs_bound_to_a_driver_is_named_with_the_way_out() -> None:
+    moved = noted(SAVER, Token("r1", "done", 1, feature="driver-1", was="a&b"))
+    jobs = [moved, noted(SAVER, Token("r1", "done", 1)), replace(moved, state="PENDING", nodes=())]
+    assert [line.rpartition(": ")[2] for line in slurm_jobs.still_bound(jobs)] == [
+        "scontrol update jobid=3_1 features=a&b"
+    ]
+
+
+def test_a_drain_to_whose_reason_somebody_added_words_is_not_ours() -> None:
+    ours = Node("n", flags("IDLE+DRAIN"), reason="gpufleet: NVIDIA driver upgrade, run=r1")
+    assert slurm_jobs.our_run(ours) == "r1"
+    assert slurm_jobs.our_run(ours._replace(reason=f"{ours.reason} -- carol: keep it out")) is None
