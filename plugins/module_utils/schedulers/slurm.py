@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
@@ -43,6 +44,7 @@ _REBOOTED = "Node unexpectedly rebooted"
 """Slurm's reason for taking down a node that was in service when it learnt of its reboot. One that rebooted while it
 was drained is treated so too, if its slurmd had not been heard of when it was resumed."""
 _POLL = 2.0
+_NO_TIME = "was not proven in time; validate it again with more time"
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,8 @@ class Slurm(Scheduler):
     def _prove(self, names: Sequence[str], known: Mapping[str, Node], mark: Mark, end: float) -> dict[str, str]:
         """Run a job on each node while a reservation keeps others out, and drain it again; what was wrong. The
         reservation has no end: if we die, the node stays closed until somebody cordons it again or settles."""
+        if end - self._clock() < 1:
+            return dict.fromkeys(names, _NO_TIME)
         if not names:
             return {}
         who = pwd.getpwuid(os.geteuid()).pw_name
@@ -354,7 +358,7 @@ class Slurm(Scheduler):
     def _run_on(self, node: Node, end: float) -> _Proof:
         left = end - self._clock()
         if left < 1:
-            return _Proof(wrong="was not proven in time; validate it again with more time")
+            return _Proof(wrong=_NO_TIME)
         seconds = str(int(min(30, left)) or 1)
         partition = self._set.partition or (node.partitions[0] if node.partitions else "")
         said = self._slurm.start(
@@ -369,7 +373,8 @@ class Slurm(Scheduler):
             left,
         )  # fmt: skip
         if not said.ok:
-            return _Proof(wrong=f"did not run a job: {said.describe()}")
+            where = f" in partition {partition} (validation_partition)" if partition else ""
+            return _Proof(wrong=f"did not run a job{where}: {said.describe()}")
         if self._set.command:
             return _Proof()
         lines = said.stdout.split()
@@ -427,7 +432,12 @@ class Slurm(Scheduler):
 
 
 def with_options(run: Runner, options: Mapping[str, Any]) -> Slurm:
-    """The backend as ``options`` (a module's ``scheduler_options``) want it."""
+    """The backend as ``options`` (a module's ``scheduler_options``) want it.
+
+    :raises SchedulerError: if the configuration that they name is not there.
+    """
+    if options["slurm_conf"] and not Path(options["slurm_conf"]).is_file():
+        raise SchedulerError(f"slurm_conf is {options['slurm_conf']}, and there is no such file on this machine")
     policy = Policy(options["interactive_jobs"], options["no_requeue_jobs"], options["save_timeout"])
     settings = Settings(
         policy,
