@@ -95,13 +95,23 @@ def test_a_job_that_ignores_term_is_requeued_all_the_same(slurm: Cluster) -> Non
     assert slurm.running(job).nodes != (node,)
 
 
+SAVING_TASK = """\
+file={jobs}/{name}-$SLURM_ARRAY_TASK_ID
+trap 'echo asked >>$file.asked; echo 1 >$file.part; mv $file.part $file' USR1
+echo start >>$file.log
+while :; do sleep 0.2; done
+"""
+
+
 @pytest.mark.each_release
 @pytest.mark.parametrize("fate", ["cold_start", "move"])
 def test_a_task_of_an_array_is_taken_off_its_node_alone(slurm: Cluster, fate: str) -> None:
     """The last task has the number of the whole array, which Slurm's commands take for all its tasks."""
-    array = slurm.counter(f"array-{fate}", "--array=1-3", "--gres=gpu:4")
+    jobs, name = slurm.state / "jobs", f"array-{fate}"
+    comment = f"--comment=gpufleet.signal=USR1 gpufleet.saved={jobs}/{name}-%a"
+    array = slurm.submit(SAVING_TASK.format(jobs=jobs, name=name), comment, "--array=1-3", "--gres=gpu:4", "--requeue")
     tasks = [slurm.running(f"{array}_{number}") for number in (1, 2, 3)]
-    until(lambda: slurm.text(f"array-{fate}.now"), "a step")
+    until(lambda: slurm.text(f"{name}-3.log"), "the last task has begun")
     node = tasks[-1].nodes[0]
     slurm.backend(versions=dict.fromkeys(slurm.names, OLD)).cordon([node], R1)
     result = slurm.empty([node], R1, fate=fate)[node]
@@ -114,14 +124,6 @@ def test_a_task_of_an_array_is_taken_off_its_node_alone(slurm: Cluster, fate: st
     assert [slurm.restarts(f"{array}_{number}") for number in (1, 2, 3)] == [0, 0, 1]
 
 
-SAVING_TASK = """\
-file={jobs}/{name}-$SLURM_ARRAY_TASK_ID
-trap 'echo asked >>$file.asked; sleep {takes}; echo 1 >$file.part; mv $file.part $file' USR1
-echo start >>$file.log
-while :; do sleep 0.2; done
-"""
-
-
 @pytest.mark.each_release
 def test_tasks_of_an_array_whose_others_wait_are_asked_once_and_let_go(slurm: Cluster) -> None:
     """squeue shows all waiting tasks of an array as one, without the notes of some; scancel repeats a signal that Slurm
@@ -129,7 +131,7 @@ def test_tasks_of_an_array_whose_others_wait_are_asked_once_and_let_go(slurm: Cl
     slurm.drain("gpu-2", "gpu-3", "gpu-4")
     jobs = slurm.state / "jobs"
     comment = f"--comment=gpufleet.signal=USR1 gpufleet.saved={jobs}/w-%a"
-    script = SAVING_TASK.format(jobs=jobs, name="w", takes=0)
+    script = SAVING_TASK.format(jobs=jobs, name="w")
     array = slurm.submit(script, comment, "--array=1-9%2", "--gres=gpu:1", "--requeue")
     tasks = [f"{array}_1", f"{array}_2"]
     for task in tasks:
@@ -153,7 +155,7 @@ def test_tasks_of_an_array_whose_others_wait_are_asked_once_and_let_go(slurm: Cl
 def test_jobs_that_name_one_save_file_are_left_alone_and_named(slurm: Cluster) -> None:
     jobs = slurm.state / "jobs"
     comment = f"--comment=gpufleet.signal=USR1 gpufleet.saved={jobs}/s-1"
-    array = slurm.submit(SAVING_TASK.format(jobs=jobs, name="s", takes=0), comment, "--array=1-2", "--gres=gpu:1")
+    array = slurm.submit(SAVING_TASK.format(jobs=jobs, name="s"), comment, "--array=1-2", "--gres=gpu:1")
     node = slurm.running(f"{array}_1").nodes[0]
     other = slurm.running(f"{array}_2").nodes[0]
     until(lambda: slurm.text("s-1.log") and slurm.text("s-2.log"), "both tasks have begun")
