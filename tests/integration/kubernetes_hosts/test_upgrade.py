@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,9 +56,13 @@ class Watched(threading.Thread):
 
     def run(self) -> None:
         query = {"fieldSelector": f"metadata.name={self._name}"}
-        for event in self._api.watch(DEPLOYMENTS, self._version, seconds=600, **query):
-            if event["type"] == "MODIFIED":
-                self.ready.append(event["object"]["status"].get("readyReplicas", 0))
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # while the server is restarted
+                for event in self._api.watch(DEPLOYMENTS, self._version, seconds=600, **query):
+                    if event.get("type") == "MODIFIED":
+                        self._version = event["object"]["metadata"]["resourceVersion"]
+                        self.ready.append(event["object"]["status"].get("readyReplicas", 0))
+            time.sleep(0.2)
 
 
 def deployment(api: Api, name: str, replicas: int, gpus: int, **annotations: str) -> None:
@@ -78,10 +85,11 @@ def uids(api: Api, name: str) -> set[str]:
 
 
 def test_upgrade_on_kubernetes_with_drivers_of_the_hosts(machines: tuple[Api, Fleet, Path]) -> None:
-    """One node is cordoned by hand, one does not prove itself and goes back; a budget allows one pod to be away, and
-    one pod has a GPU open that it never asked for."""
+    """One node is cordoned by hand, the canary after it was upgraded; one does not prove itself and goes back; the API
+    server is restarted while packages are swapped. A budget allows one pod to be away, and one pod has a GPU open that
+    it never asked for."""
     api, fleet, kubeconfig = machines
-    foreign, unproven = "gpu-4", "gpu-2"
+    late, unproven, foreign = "gpu-1", "gpu-2", "gpu-4"
     api.patch(f"/api/v1/nodes/{foreign}", {"spec": {"unschedulable": True}}, fieldManager="kubectl-cordon")
     deployment(api, "llama", 2, 2)
     deployment(api, "embed", 3, 1)
@@ -94,19 +102,25 @@ def test_upgrade_on_kubernetes_with_drivers_of_the_hosts(machines: tuple[Api, Fl
     watched.start()
     fleet.vary(unproven, gpu_validate_command=["false"])
     options = {"kubeconfig": str(kubeconfig), "validation_command": ["nvidia-smi"], "validation_image": "cuda"}
-    played = fleet.play(
+    playing = fleet.begin(
         "upgrade",
         gpu_driver_version=NEW,
         gpu_scheduler="kubernetes",
         gpu_scheduler_options=options,
-        gpu_canary=["gpu-1"],
+        gpu_canary=[late],
         gpu_batch_size=2,
         gpu_max_unavailable=3,
         gpu_max_failed=1,
         gpu_workload_wait=120,
         gpu_baseline_tolerance=100,
     )
-    expected = {"gpu-1": "upgraded", unproven: "rolled back", "gpu-3": "upgraded", foreign: "skipped"}
+    fleet.reach(playing, "gpu-3", "packages")
+    api.patch(f"/api/v1/nodes/{late}", {"spec": {"unschedulable": True}}, fieldManager="kubectl-cordon")
+    for command in ("kill", "start"):
+        lab = [str(LAB / "lab"), command, "--state", str(kubeconfig.parent), "kube-apiserver"]
+        subprocess.run(lab, check=True, timeout=200)
+    played = playing.end()
+    expected = {late: "upgraded", unproven: "rolled back", "gpu-3": "upgraded", foreign: "skipped"}
     assert played.outcomes == expected, played.output[-6000:]
     assert "cordoned by kubectl-cordon" in played.nodes[foreign]["reason"]
     assert {name: fleet.loaded(name) for name in fleet.names} == {
@@ -114,10 +128,10 @@ def test_upgrade_on_kubernetes_with_drivers_of_the_hosts(machines: tuple[Api, Fl
     }
     for node in api.get("/api/v1/nodes")["items"]:
         name = node["metadata"]["name"]
-        assert bool(node["spec"].get("unschedulable")) is (name == foreign)
+        assert bool(node["spec"].get("unschedulable")) is (name in (late, foreign))
         assert not [key for key in node["metadata"].get("annotations", {}) if key.startswith("gpufleet.driver/")]
         assert not [key for key in node["metadata"]["labels"] if key.startswith("gpufleet.driver/")]
-        assert not node["spec"].get("taints") or name == foreign
+        assert not node["spec"].get("taints") or name in (late, foreign)
     until("all work is back", lambda: ready(api, "llama") == 2 and ready(api, "embed") == 3, 60)
     assert not stowaway & uids(api, "stowaway") and "is not declared in gpu_workloads" not in played.output
     assert watched.ready and min(watched.ready) >= 2, watched.ready
