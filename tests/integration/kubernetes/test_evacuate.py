@@ -12,6 +12,7 @@ import pytest
 from api import ApiError
 from cluster import RUN, Cluster, evacuate, go, until
 
+from ansible_collections.gpufleet.driver.plugins.module_utils import kubernetes_api
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_evacuation
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import End, Fate, SchedulerError
@@ -79,6 +80,31 @@ def test_pods_that_a_cordon_does_not_keep_away_are_not_evicted_for_ever(
     result = evacuate(backend, [node], go(cluster, pod))[node]
     assert result.failed and "comes back each time it is evicted: the template of Deployment/infra" in result.msg
     assert len(result.ends) == 1 + kubernetes_evacuation.RETURNS
+
+
+class Overloaded(kubernetes_api.Api):
+    """Answers the first evictions with what a server says that has too much to do, or a store without a leader."""
+
+    def __init__(self, kubeconfig: str) -> None:
+        super().__init__(kubeconfig)
+        self.answers = [429, 500]
+
+    def request(self, method: str, path: str, *given: Any, **query: Any) -> kubernetes_api.Answer:
+        if path.endswith("/eviction") and self.answers:
+            return kubernetes_api.Answer(self.answers.pop(0), {"message": "not now"})
+        return super().request(method, path, *given, **query)
+
+
+def test_a_server_in_trouble_is_no_budget_even_after_the_deadline(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_evacuation, "BUDGET_SECONDS", 0.1)
+    (node,) = cluster.nodes(1)
+    cluster.deployment("llama")
+    backend = cluster.backend()
+    backend.cordon([node], RUN)
+    backend._api = Overloaded(str(cluster.kubeconfig))
+    assert evacuate(backend, [node], NOTHING, deadline=-1)[node].as_dict()["empty"]
 
 
 # ---- budgets
