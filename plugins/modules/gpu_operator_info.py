@@ -127,6 +127,9 @@ nodes:
     previous:
       description: The version it had before the last upgrade by this collection. Empty if there was none.
       type: str
+    unfinished:
+      description: Whether a run of this collection has not come to an end with it, and has to be started again.
+      type: bool
 """
 
 from ansible.module_utils.basic import AnsibleModule

@@ -47,8 +47,8 @@ POLL_SECONDS = 1.0
 RENDER_SECONDS = 120.0
 """How long the operator may take to write a version into its DaemonSets."""
 
-RESTART, DONE = "restart", "done"
-"""How far a node is, in its note: its driver pod was made anew, or it was proven since."""
+DONE = "done"
+"""How far a node is, in its note, that was proven since its driver pod was made anew."""
 
 PULL_LABEL = "gpufleet.driver/pull"
 _CHANGED_MEANWHILE = (409, 422)
@@ -471,7 +471,7 @@ class GpuOperator:
         its.after = pod.version if pod else ""
         its.loaded = self._said.get(name) or node.loaded
         try:
-            if node.note.get("step") == RESTART and not node.cordoned:
+            if node.note.get("step") == objects.RESTART and not node.cordoned:
                 # k8s-driver-manager uncordons without a look at who had cordoned, where autoUpgrade is off
                 self._change(name, lambda found: {"/spec/unschedulable": True})
             if pod is None or pod.deleting:
@@ -514,7 +514,7 @@ class GpuOperator:
         if found:
             its.fail(f"{node.name} is not empty, so its driver was not touched: {', '.join(found)}")
             return
-        self._note(node.name, step=RESTART, to=version, gone=pod.uid)
+        self._note(node.name, step=objects.RESTART, to=version, gone=pod.uid)
         self._api.delete(object_path("v1", "pods", pod.name, pod.namespace), preconditions={"uid": pod.uid})
         its.changed, its.waiting = True, "its driver pod was deleted"
 

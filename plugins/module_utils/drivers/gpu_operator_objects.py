@@ -36,6 +36,12 @@ PAUSED = "paused-for-driver-upgrade"
 NOTE = "gpufleet.driver/operator"
 """Annotation of a node or of an owner: JSON of what a run of ours does with it and what was there before."""
 
+RESTART = "restart"
+"""The step in the note of a node whose driver pod was made anew and that was not proven since."""
+
+CORDON = "gpufleet.driver/cordon"
+"""Annotation of a node that a run has taken out of service, by whichever scheduler module."""
+
 LAST = "gpufleet.driver/last-upgrade"
 """Annotation of an owner: JSON of the last upgrade that is over, so that nodes can still go back to what they had."""
 
@@ -183,6 +189,11 @@ class DriverNode:
         return str(self.note.get("run_id") or last.get("run_id") or "")
 
     @property
+    def unfinished(self) -> bool:
+        """Whether a run has not come to an end with it: its driver is not proven, or it is still out of service."""
+        return self.note.get("step") == RESTART or CORDON in self.annotations
+
+    @property
     def held(self) -> bool:
         """Whether the operator's own upgrades pass it by."""
         return self.labels.get(SKIP) == "true"
@@ -228,6 +239,7 @@ class DriverNode:
             "note": dict(self.note),
             "previous": self.previous,
             "run_id": self.run_id,
+            "unfinished": self.unfinished,
         }
 
 

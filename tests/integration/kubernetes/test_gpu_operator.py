@@ -67,6 +67,18 @@ def test_nodes_go_back_after_the_upgrade_is_over(operated: OperatorCluster) -> N
     assert not any(its.changed for its in operated.restore(first, second).values())
 
 
+def test_a_node_that_has_its_driver_is_not_done_with_as_long_as_it_is_out_of_service(operated: OperatorCluster) -> None:
+    (first, dummy) = operated.begin(2)
+    backend = operated.backend()
+    backend.cordon([first], RUN)
+    operated.swap(first)
+    operated.driver().settle()
+    found = operated.judged()["nodes"][first]
+    assert found["already"] and found["unfinished"]
+    backend.uncordon([first], RUN)
+    assert not operated.judged()["nodes"][first]["unfinished"]
+
+
 def test_calls_that_end_early_go_on_from_each_other(operated: OperatorCluster) -> None:
     (first, dummy) = operated.begin(2)
     operated.cordon(first)

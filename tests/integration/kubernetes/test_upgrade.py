@@ -24,6 +24,8 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kuberne
     LeaseError,
 )
 
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/default/leases/{NAME}"
+
 
 class Operated:
     """A cluster at work, and the playbooks for it."""
@@ -79,14 +81,22 @@ class Operated:
         until(what, holds, seconds, every=0.3)
 
 
-def disturbed(operated: OperatorCluster, run: Operated, outcomes: dict[str, str], **variables: Any) -> None:
-    """Upgrade 12 nodes at 85 % load. Those to be skipped are cordoned by hand before, the canary after it was upgraded;
-    the API server is restarted in the middle of a batch. What is there is ours to give back, and nothing else."""
+def disturbed(
+    operated: OperatorCluster, run: Operated, outcomes: dict[str, str], killed: bool = False, **variables: Any
+) -> None:
+    """Upgrade 12 nodes at 85 % load; if ``killed``, the controller dies before the canary is proven. Nodes to be left
+    out are cordoned by hand before, the canary after it was upgraded; the API server is restarted in the middle of a
+    batch. What is ours is given back, and nothing else."""
     run.load(0.85)
     by_hand = [name for name, outcome in outcomes.items() if outcome == "skipped"]
     operated.cordon(*by_hand)
-    playing = run.fleet.begin("upgrade", gpu_batch_size=6, gpu_max_unavailable=8, **run.variables, **variables)
+    variables |= {**run.variables, "gpu_batch_size": 6, "gpu_max_unavailable": 8}
+    playing = run.fleet.begin("upgrade", **variables)
     run.until("the canary is there", lambda: NEW in run.loaded().values())
+    if killed:
+        playing.kill()
+        dead = operated.api.get(LEASE)["spec"]["holderIdentity"]
+        playing = run.fleet.begin("upgrade", gpu_lock_takeover=dead, **variables)
     late = next(name for name, version in run.loaded().items() if version == NEW)
     run.until("the canary is in service again", lambda: late not in run.closed())
     operated.cordon(late)
@@ -108,14 +118,14 @@ def disturbed(operated: OperatorCluster, run: Operated, outcomes: dict[str, str]
         # held, since the operator itself would upgrade one at once that is cordoned, or has another version
         held = name not in upgraded
         assert (meta["labels"].get(SKIP), bool(ours)) == ("true" if held else None, held), name
-    assert operated.api.find(f"/apis/coordination.k8s.io/v1/namespaces/default/leases/{NAME}") is None
+    assert operated.api.find(LEASE) is None
 
 
 def test_a_fleet_at_work_with_a_cluster_policy(operated: OperatorCluster, tmp_path: Path) -> None:
     names = operated.begin(12, settings={"round_seconds": 0.5})
     policy = operated.api.get(f"{POLICIES}/cluster-policy")["spec"]["driver"]["upgradePolicy"]
     outcomes = {name: "skipped" if name == names[3] else "upgraded" for name in names}
-    disturbed(operated, Operated(operated, tmp_path), outcomes)
+    disturbed(operated, Operated(operated, tmp_path), outcomes, killed=True)
     assert operated.api.get(f"{POLICIES}/cluster-policy")["spec"]["driver"]["upgradePolicy"] == policy
 
 
