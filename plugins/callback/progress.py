@@ -154,7 +154,8 @@ class Progress:
         }
         if not waiting:
             return [self._line(f"    {host} waits: {result.get('msg') or task}", now)]
-        return [self._line(f"    {node} waits for {named(what)}", now) for node, what in waiting.items()]
+        told = {node: f": {what}" if isinstance(what, str) else f" for {named(what)}" for node, what in waiting.items()}
+        return [self._line(f"    {node} waits{what}", now) for node, what in told.items()]
 
     def end(self, now: float) -> list[Line]:
         return [

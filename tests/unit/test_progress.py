@@ -122,11 +122,13 @@ def test_waits_say_what_for() -> None:
     watched.say(
         "waits", "g1", "Evacuate", {"nodes": {"g1": {"waiting": []}, "g2": {"waiting": ["job 7 ends by 14:05"]}}}
     )
+    watched.say("waits", "g1", "Install", {"nodes": {"g1": {"waiting": "its driver pod p starts"}}})
     watched.say("waits", "g1", "Evacuate", {"msg": "busy"})
     watched.say("waits", "g1", "Evacuate", {})
     watched.task("Let the canary work, in seconds: 60", None, "g1", action="wait_for")
     assert watched.text == [
         "  0:00     g2 waits for job 7 ends by 14:05",
+        "  0:00     g1 waits: its driver pod p starts",
         "  0:00     g1 waits: busy",
         "  0:00     g1 waits: Evacuate",
         "  0:00   let the canary work, in seconds: 60 …",

@@ -526,7 +526,9 @@ class Operator:
             if item.get("status", {}).get("desiredNumberScheduled", 0) != len(owned):
                 print(f"driver DaemonSet {item['metadata']['name']} should not have unscheduled pods", flush=True)
                 return None
-            found.update({pod["spec"]["nodeName"]: (pod, item) for pod in owned if pod["spec"].get("nodeName")})
+            found.update(
+                {pod["spec"]["nodeName"]: (pod, item) for pod in owned if pod["spec"].get("nodeName") in self.nodes}
+            )
         return found
 
     def newest(self, item: Object) -> str:
