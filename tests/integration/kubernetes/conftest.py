@@ -20,8 +20,11 @@ from operator_cluster import OperatorCluster
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, so that of two workers none is left with them in the end."""
+    """The longest first, and each with a short one, as workers are given two to begin with."""
     items.sort(key=lambda item: item.path.name != "test_upgrade.py")
+    longest = sum(item.path.name == "test_upgrade.py" for item in items)
+    paired = [item for pair in zip(items[:longest], items[longest:]) for item in pair]
+    items[: len(paired)] = paired
 
 
 @pytest.fixture(scope="session")
