@@ -53,7 +53,7 @@ def grouped(nodes: Iterable[Mapping[str, Any]], field: str = "reason") -> list[d
 
 def reasons(findings: Iterable[Mapping[str, Any]]) -> str:
     """What findings of level error say and what to do about each, as one text; messages of one check that end alike are
-    one: ``a, b is not available at 550.1``. Empty if there is no error."""
+    one: ``a, b are not available at 550.1``. Empty if there is no error."""
     by_check: dict[str, list[Mapping[str, Any]]] = {}
     for finding in findings:
         if finding["level"] == "error":
@@ -73,7 +73,8 @@ def _folded(messages: Sequence[str]) -> str:
         same += 1
     if len(messages) == 1 or same < 2:
         return "; ".join(messages)
-    return f"{', '.join(' '.join(each[:-same]) for each in words)} {' '.join(words[0][-same:])}"
+    rest = words[0][-same:]
+    return f"{', '.join(' '.join(each[:-same]) for each in words)} {' '.join(['are', *rest[1:]] if rest[0] == 'is' else rest)}"
 
 
 _MEND = ("refused", "rolled back", "skipped")
@@ -93,7 +94,8 @@ def next_steps(
     """
 
     def those(outcomes: Sequence[str]) -> list[str]:
-        return [str(node["name"]) for node in nodes if node["outcome"] in outcomes]
+        seen = ((str(node["name"]), _MEND[0] if node.get("go_on") else node["outcome"]) for node in nodes)
+        return [name for name, outcome in seen if outcome in outcomes]
 
     def typed(name: str, names: Sequence[str]) -> str:
         hosts = f"-e gpu_hosts={','.join(names)}" if names else ""
@@ -174,7 +176,13 @@ def upgrade_lines(
             after = target
         elif outcome not in ("lost", "quarantined"):
             after = node["loaded"]
-        line = {"name": name, "batch": batch_of.get(name, "-"), "before": _before(node), "after": after}
+        line = {
+            "name": name,
+            "batch": batch_of.get(name, "-"),
+            "before": _before(node),
+            "after": known.get("loaded", after),
+            "go_on": known.get("go_on", False),
+        }
         about = {"outcome": outcome, "reason": known.get("reason", reason), "next": known.get("next", "")}
         out.append(_told({**line, **about}, hostvars[name]))
     return out

@@ -92,6 +92,8 @@ def run(
     """
     started = time.monotonic()
     environment = {**os.environ, "LC_ALL": "C", "LANGUAGE": "", **(env or {})}
+    # rmmod and modprobe are there, and a path that sudo or su sets may leave it out
+    environment["PATH"] = f"{environment.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, tempfile.TemporaryFile() as given:
         if stdin is not None:
             given.write(stdin.encode())

@@ -60,7 +60,7 @@ def finding(check: str, message: str, following: str | None = None, level: str =
         ),
         (
             [finding("a", f"{name} is not available at 5.1", f"policy {name}") for name in ("x", "y or z", "x")],
-            "x, y or z is not available at 5.1 (next: policy x)",
+            "x, y or z are not available at 5.1 (next: policy x)",
         ),
         ([finding("a", "x is held"), finding("a", "y was lost")], "x is held; y was lost"),
         ([finding("a", "is held"), finding("a", "x is held")], "is held; x is held"),

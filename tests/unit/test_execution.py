@@ -90,3 +90,11 @@ def _segfault() -> None:
 
 def test_call_takes_a_large_result() -> None:
     assert len(execution.call(bytes, 5_000_000, timeout=30).value) == 5_000_000
+
+
+def test_administrators_commands_are_found_whatever_the_path_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shown = execution.run(["/bin/sh", "-c", "echo $PATH"], timeout=10).stdout.strip().split(":")
+    assert shown[0] == str(tmp_path) and "/usr/sbin" in shown

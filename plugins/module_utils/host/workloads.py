@@ -404,13 +404,21 @@ class Workloads:
         """
         found = self._find_all(declared)
         everybody = self.census()
+        stopped = self.journal.before(KIND) or {}
         work = []
         for one in found:
             known = one.workload
             kind = "unit" if one.units else "container"
             entry = _entry(known.name, kind, [holder for holder in everybody if one.owns(holder)])
             what = one.units[0].id if one.units else known.unit or known.container
-            then = _then_declared(known) if one.running else "is not running, and left so"
+            if one.running:
+                then = _then_declared(known)
+            elif (stopped.get(known.name) or {}).get("running"):
+                then = "was stopped by a run that did not end, and is started again afterwards"
+            elif one.units and not one.units[0].present:
+                then = f"is not there, the node has no {what}"
+            else:
+                then = "is not running, and left so"
             plans = {
                 "may": ["move", "restart"] if known.movable else ["restart"],
                 "wait": 0,

@@ -59,6 +59,10 @@ class Hosts(Scheduler):
     ) -> None:
         if bool(cordon_command) != bool(uncordon_command):
             raise SchedulerError("cordon_command and uncordon_command belong together; only one of them was given")
+        commands = {"cordon": cordon_command, "uncordon": uncordon_command, "state": state_command}
+        for name, command in commands.items():
+            if command and not any("{node}" in word for word in command):
+                raise SchedulerError(f"{name}_command does not say {{node}}, where the name of the node is to stand")
         self._run = run
         self._path = Path(state_dir) / FILE
         self._ours = set(ours)

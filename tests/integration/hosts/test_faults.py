@@ -171,11 +171,11 @@ ACCIDENTS = [
     ],
     [
         Accident(
-            "the state directory fills up", at_stop_of(WORK, full("/var/lib/gpufleet")), "lost", "No space",
+            "the state directory fills up", at_stop_of(WORK, full("/var/lib/gpufleet")), "quarantined", "No space",
             "umount /var/lib/gpufleet", "recover",
         ),
         Accident(
-            "/var becomes read-only", at_stop_of(CLIENT, read_only("/var")), "lost", "(?i)read-only",
+            "/var becomes read-only", at_stop_of(CLIENT, read_only("/var")), "quarantined", "(?i)read-only",
             "umount /var", "recover",
         ),
         Accident(

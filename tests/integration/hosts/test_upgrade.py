@@ -36,14 +36,17 @@ def test_canary_then_batches_and_nothing_is_lost(fleet: Fleet, balancer: Balance
     fleet.sh("gpu-1", "systemctl stop nvidia-persistenced && systemctl disable nvidia-persistenced")
     fleet.sh("gpu-3", f"apt-mark hold {held}")
     counted = step(fleet, "gpu-2")
+    typed = {"gpu_reconnect_timeout": "300", "gpu_at_work_timeout": "1800", "gpu_lock_hosts": "gpu-1,gpu-2,gpu-3"}
+    typed |= {"gpu_skip_unfit": "false", "gpu_elsewhere_gone": "gpu-9"}  # as -e name=value gives it
     wanted = {"gpu_driver_version": NEW, "gpu_release_holds": [held], **BATCHES, **WORKLOAD, **balancer.variables}
+    wanted |= typed
 
     tree = "find /var/lib/gpufleet /etc /var/lib/dpkg /lib/modules -newermt @{} 2>/dev/null | sort"
     now = fleet.sh("gpu-1", "date +%s").strip()
     checked = fleet.play("upgrade", "--check", **wanted)
     assert checked.rc == 0 and "canary" in checked.output, checked.output[-5000:]
     assert fleet.sh("gpu-1", tree.format(now)) == "" and fleet.loaded("gpu-1") == OLD, "check mode changes nothing"
-    refused = fleet.play("upgrade", gpu_require_approval=True, **wanted)
+    refused = fleet.play("upgrade", gpu_require_approval="true", **wanted)
     assert refused.rc != 0 and fleet.sh("gpu-1", tree.format(now)) == "" and len(balancer.in_service) == 3
     plan_id = re.search(r"gpu_approved=(\w+)", refused.output).group(1)
 
@@ -228,6 +231,10 @@ def test_rollback_undoes_a_finished_upgrade(fleet: Fleet) -> None:
     for playbook in ("recover", "rollback", "status"):
         nobody = fleet.play(playbook, gpu_hosts="gpu-99")
         assert nobody.rc != 0 and "No host of 'gpu-99' is in the inventory" in nobody.output
+    fleet.sh("gpu-1", "mkdir -p /var/lib/gpufleet && echo '{' > /var/lib/gpufleet/journal.json")
+    shown = fleet.play("status", gpu_hosts="gpu-1").output
+    assert re.search(rf"gpu-1 +{OLD} +{OLD} +{OLD} +4 +unknown", shown), "its driver is as it is, whatever its journal"
+    assert "mv /var/lib/gpufleet/journal.json" in shown
 
 
 def test_a_process_nobody_declared_is_named_and_nothing_is_killed(fleet: Fleet) -> None:

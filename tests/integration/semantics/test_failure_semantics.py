@@ -217,7 +217,7 @@ def test_a_damaged_journal_is_told_at_once(play: Callable, tmp_path: Path) -> No
       vars: {{gpu_state_dir: {tmp_path}/a, gpu_failure: it broke}}
     - ansible.builtin.debug: {{msg: "{{{{ gpu_outcome.name }}}}: {{{{ gpu_outcome.reason }}}}"}}
 """)
-    assert "lost: it broke; then" in played.output and "is damaged" in played.output
+    assert "quarantined: it broke; then" in played.output and "is damaged" in played.output
 
 
 def test_nothing_to_bring_back_is_no_error(play: Callable, tmp_path: Path) -> None:
@@ -241,6 +241,12 @@ def test_recover_does_not_call_a_silent_node_well(play: Callable, tmp_path: Path
     )
     assert played.rc != 0
     assert "could not be looked at, so nobody knows how they are: a: " in played.output, played.output[-3000:]
+
+
+def test_a_part_of_an_upgrade_is_refused(play: Callable) -> None:
+    """Ansible alone plays what is tagged, which is next to nothing, and calls it a success."""
+    played = play("- ansible.builtin.import_playbook: gpufleet.driver.upgrade\n", "--tags", "install")
+    assert played.rc != 0 and "Run it whole" in played.output, played.output[-3000:]
 
 
 ASK = """

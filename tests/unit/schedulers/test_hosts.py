@@ -179,20 +179,26 @@ def test_many_nodes_at_once_lose_no_mark(tmp_path: Path) -> None:
     assert balancer.out == set()
 
 
+@pytest.mark.parametrize("name", ["cordon_command", "uncordon_command", "state_command"])
+def test_a_command_that_does_not_name_the_node_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SchedulerError, match=f"{name} does not say"):
+        Hosts(execution.run, str(tmp_path), **{**COMMANDS, name: ["lb", "out", "{nod}"]})
+
+
 def test_a_name_is_one_argument_and_no_shell(tmp_path: Path) -> None:
     marker = tmp_path / "pwned"
     node = f"n1; touch {marker} $(touch {marker})"
     out = tmp_path / "out"
     options = {
         "cordon_command": ["sh", "-c", 'printf %s "$1" > "$0"', str(out), "{node}"],
-        "uncordon_command": ["rm", str(out)],
+        "uncordon_command": ["rm", str(out), "{node}"],
     }
     result = Hosts(execution.run, str(tmp_path / "state"), **options).cordon([node], R1)[node]
     assert not result.failed and out.read_text() == node and not marker.exists()
 
 
 def test_a_command_that_hangs_is_given_up(tmp_path: Path) -> None:
-    options = {**COMMANDS, "state_command": ["sleep", "600"], "timeout": 0.2}
+    options = {**COMMANDS, "state_command": ["sh", "-c", "sleep 600", "{node}"], "timeout": 0.2}
     result = Hosts(execution.run, str(tmp_path / "state"), **options).cordon(["n1"], R1)["n1"]
     assert result.failed and "no answer within" in result.msg
 
