@@ -73,8 +73,9 @@ def _folded(messages: Sequence[str]) -> str:
         same += 1
     if len(messages) == 1 or same < 2:
         return "; ".join(messages)
-    rest = words[0][-same:]
-    return f"{', '.join(' '.join(each[:-same]) for each in words)} {' '.join(['are', *rest[1:]] if rest[0] == 'is' else rest)}"
+    first, *rest = words[0][-same:]
+    ending = " ".join(["are" if first == "is" else first, *rest])
+    return f"{', '.join(' '.join(each[:-same]) for each in words)} {ending}"
 
 
 _MEND = ("refused", "rolled back", "skipped")
@@ -84,13 +85,14 @@ _GO_ON = ("not started", "left for later")
 
 
 def next_steps(
-    nodes: Sequence[Mapping[str, Any]], playbook: str, command: str, good: Sequence[str] = GOOD
+    nodes: Sequence[Mapping[str, Any]], playbook: str, command: str, good: Sequence[str] = GOOD, hosts: str = ""
 ) -> list[dict[str, str]]:
     """What to do after a run, in order: a sentence each, and the command to type.
 
     :param nodes: the lines of the report, with name and outcome
     :param playbook: what ran: upgrade, rollback or recover
     :param command: how it was started, without the playbook's name and ``gpu_hosts``: ``-i inventory.yml -e …``
+    :param hosts: the ``gpu_hosts`` that it was started with, if any
     """
 
     def those(outcomes: Sequence[str]) -> list[str]:
@@ -98,8 +100,9 @@ def next_steps(
         return [name for name, outcome in seen if outcome in outcomes]
 
     def typed(name: str, names: Sequence[str]) -> str:
-        hosts = f"-e gpu_hosts={','.join(names)}" if names else ""
-        return " ".join(part for part in (f"ansible-playbook gpufleet.driver.{name}", command, hosts) if part)
+        whom = ",".join(names) or hosts
+        parts = (f"ansible-playbook gpufleet.driver.{name}", command, f"-e gpu_hosts={whom}" if whom else "")
+        return " ".join(part for part in parts if part)
 
     steps = []
     for outcomes, playbook_then, say in (

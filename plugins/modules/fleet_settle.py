@@ -49,7 +49,8 @@ removed:
 doubtful:
   description:
     - What may be left of a run that died, or may be somebody else's doing, such as a held job that nobody says to have
-      held. One line for each, with the command that takes it away; nothing is done about it.
+      held, or what cannot be taken away yet, such as the constraint of a moved job that runs. One line for each, with
+      the command that takes it away; nothing is done about it.
   type: list
   elements: str
   returned: always

@@ -79,7 +79,7 @@ def test_next_steps_cover_all_nodes_in_the_order_to_type_them() -> None:
     run = lines(
         g1="upgraded", g2="rolled back", g3="refused", g4="lost", g5="quarantined", g6="not started", g7="skipped"
     )
-    steps = account.next_steps(run, "upgrade", "-i inv -e gpu_driver_version=5")
+    steps = account.next_steps(run, "upgrade", "-i inv -e gpu_driver_version=5", hosts="rack7")
     assert [(step["say"], step["command"]) for step in steps] == [
         (
             "bring up g4; then, back to the former driver and into service",
@@ -95,7 +95,7 @@ def test_next_steps_cover_all_nodes_in_the_order_to_type_them() -> None:
         ),
         (
             "when that is done, go on with the other 1",
-            "ansible-playbook gpufleet.driver.upgrade -i inv -e gpu_driver_version=5",
+            "ansible-playbook gpufleet.driver.upgrade -i inv -e gpu_driver_version=5 -e gpu_hosts=rack7",
         ),
     ]
 
