@@ -317,6 +317,15 @@ def test_upgrade_lines(known: dict[str, Any], only_canary: bool, expected: list[
     assert rows(account.upgrade_lines(nodes, hostvars, PLAN, "2", only_canary)) == expected
 
 
+def test_a_node_that_is_good_but_not_in_service_goes_on_rather_than_back() -> None:
+    known = {"gpu_outcome": {"name": "quarantined", "reason": "the balancer", "next": "", "loaded": "2", "go_on": True}}
+    told = account.upgrade_lines([found("g1")], {"g1": known}, PLAN, "2")
+    assert rows(told) == ["g1 | canary | 1 | 2 | quarantined | the balancer | "]
+    assert [step["command"].split()[1] for step in account.next_steps(told, "upgrade", "")] == [
+        "gpufleet.driver.upgrade"
+    ]
+
+
 def test_return_lines() -> None:
     nodes = [found(name, previous="0") for name in ("g1", "g2", "g4", "g5")]
     hostvars: dict[str, dict[str, Any]] = {

@@ -243,6 +243,7 @@ def test_survey_names_all_work_and_says_what_will_be_done(tmp_path: Path) -> Non
     session = work[-2]
     assert (session["gpus"], session["memory"], session["pids"], session["since"]) == ([0, 1], 150, [7, 8], 0.0)
     assert work[0]["then"] == "is stopped, and started again afterwards" and "left so" in work[3]["then"]
+    assert work[5]["then"].startswith("is not there, the node has no ")
     assert [one["may"] for one in work[:2]] == [["restart"], ["restart"]]
     assert [(one["may"], one["wait"]) for one in work[-2:]] == [(["wait"], 60)] * 2
     movable = node.open().survey([replace(ALL[0], movable=True, elsewhere="spare")], 60)[0]
@@ -257,6 +258,13 @@ def test_survey_names_all_work_and_says_what_will_be_done(tmp_path: Path) -> Non
         "is not declared in gpu_workloads, so the node is refused"
     }
     assert node.machine.clock == 0 and not any(call[1] in ("stop", "start") for call in node.machine.calls)
+
+
+def test_survey_tells_what_an_interrupted_run_has_stopped(tmp_path: Path) -> None:
+    node = busy_node(tmp_path)
+    node.open().stop(ALL, 60)
+    work = node.open().survey(ALL, 60)
+    assert "is started again afterwards" in work[0]["then"] and "left so" in work[3]["then"]
 
 
 @pytest.mark.parametrize(
