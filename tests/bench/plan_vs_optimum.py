@@ -1,7 +1,10 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""GPU-hours that the planner's plans lose over the proven optimum, on 200 fleets of up to 8 nodes made from seeds."""
+"""GPU-hours that the planner's plans lose over the proven optimum, on 100 fleets of up to 8 nodes made from seeds.
+
+They are others than those the planner was made with, which the tests keep within the same bounds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ SECONDS_PER_FLEET = 5
 
 def main() -> int:
     measure = importlib.import_module("unit.planning.measure")
-    found = measure.compare(range(200), SECONDS_PER_FLEET)
+    found = measure.compare(range(1000, 1100), SECONDS_PER_FLEET)
     result = {
         "bench": "plan_vs_optimum",
         "ratio": round(1 + found.mean, 4),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Optional
 
 from ..fleet import Demand
@@ -23,7 +24,7 @@ budget, the GPU model, or the work that is started on another node meanwhile."""
 
 class Group:
     """Nodes that share a batch: a domain that is kept together, or one node. ``uses`` counts against batch limits;
-    ``due`` says that it comes first, ``classes`` of which kinds its nodes are."""
+    ``due`` says that it comes first, ``late`` that work on it ends, ``classes`` of which kinds its nodes are."""
 
     def __init__(self, model: Model, nodes: Sequence[int], limits: Mapping[Use, float]) -> None:
         self.nodes = tuple(nodes)
@@ -33,6 +34,7 @@ class Group:
         self.gpu_models = {model.nodes[node].gpu_model for node in nodes}
         self.free = sum(model.nodes[node].free.get("gpu", 0) for node in nodes)
         self.cost = sum(early_cost(model, item) for item in self.items)
+        self.late = any(model.items[item].end < inf for item in self.items)
         self.due = any(is_due(model.nodes[node]) for node in nodes)
         self.classes = {model.classes.of[node] for node in nodes}
         self.uses: dict[Use, int] = {}

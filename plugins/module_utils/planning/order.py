@@ -23,10 +23,7 @@ from .bins import Bins, Group, Use, early_cost, exceeded, grouped, out_already, 
 from .model import Model, is_due, out_of_service
 from .policy import BadPolicy, most_down
 from .schedule import Hint, Played, play
-from .search import EFFORT, Best, Search
-
-_SMALL = 10
-"""Fleets of up to this many nodes are searched harder, and try to do without all of their empty nodes."""
+from .search import EFFORT, SMALL, Best, Search
 
 _FEW = 3
 """Empty nodes that a larger fleet may have to be tried without them."""
@@ -229,7 +226,7 @@ def arrange(model: Model, absent: frozenset[int] = frozenset()) -> Arrangement:
         return Arrangement([], False, {}, absent, play(model, [], absent))
     first = canaries(model, groups, uses)
     effort = _effort(model, absent)
-    small = sum(len(group.nodes) for group in groups) <= _SMALL
+    small = sum(len(group.nodes) for group in groups) <= SMALL
     search = Search(model, first, absent)
     for fill in _FILLS if effort else _FILLS[:1]:
         bins = _filled(model, groups, first, uses, fill)
@@ -298,7 +295,7 @@ def spare(model: Model) -> list[frozenset[int]]:
     groups = [group.nodes for group in grouped(model, {}) if not group.items and not group.due]
     groups += [(index,) for index in (*model.upgraded, *model.kept) if not model.residents[index]]
     groups = [group for group in groups if not named & {model.nodes[n].name for n in group}]
-    if len(groups) > (_SMALL if len(model.moving) <= _SMALL else _FEW):
+    if len(groups) > (SMALL if len(model.moving) <= SMALL else _FEW):
         return found
     for group in sorted(groups, reverse=True):
         found.append(found[-1].union(group))

@@ -20,6 +20,9 @@ from .model import Model
 from .policy import BadPolicy
 from .schedule import MOVE, NEAR, WAIT, Hint, Played, play
 
+SMALL = 10
+"""Fleets of up to this many nodes to upgrade are searched harder, and try to do without all of their empty nodes."""
+
 EFFORT = 200
 """Trials that a search makes at most."""
 
@@ -140,7 +143,8 @@ class Search:
         return best
 
     def _changes(self, bins: Bins) -> list[_Change]:
-        """Every swap and shift that could matter, and every hint."""
+        """Every swap and shift that could matter, and every hint. In small fleets without a named reserve, groups whose
+        work ends may have a batch after all others."""
         free = [
             group
             for batch in bins.batches
@@ -153,6 +157,8 @@ class Search:
                 _Swap(one, other) for other in free[place + 1 :] if one.items or other.items or one.free != other.free
             ]
             found += [_Shift(one, number) for number in range(int(bins.first), len(bins.batches))]
+        if len(self.model.moving) <= SMALL and not self._fixed_nodes and bins.batches and bins.batches[-1]:
+            found += [_Shift(one, len(bins.batches)) for one in free if one.late]
         return found
 
 
@@ -201,6 +207,8 @@ def _do(bins: Bins, hints: dict[int, Hint], change: _Change) -> _Undo | None:
         here = bins.where[group]
         if here == to or here < start or len(bins.batches[here]) == 1:
             return None
+        if to == len(bins.batches):
+            bins.append()
         return _moved(bins, ((here, group, -1), (to, group, 1)))
     one, other = change
     i, j = bins.where[one], bins.where[other]

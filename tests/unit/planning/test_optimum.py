@@ -1,7 +1,7 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""The planner against the exact optimum; the benchmark plan_vs_optimum does the same on all 200 fleets."""
+"""The planner against the exact optimum; the benchmark plan_vs_optimum does the same on fleets it was not made with."""
 
 from __future__ import annotations
 
