@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from works import FIRST, GPUS, HOME, QUICK, SECOND, UNPROVEN, Work, Works
+from works import FIRST, GPUS, HOME, QUICK, SECOND, Work, Works
 
 # act of a side of the move → what it is in the code, and which time it comes
 CAPTURE = {
@@ -69,13 +69,12 @@ def test_a_capture_that_ends_after_any_act_is_taken_up_again(works: Works) -> No
     die(works, HOME, "capture", CAPTURE, store="/var/lib/gpufleet/store")
     told = works.move(*rows, to=[FIRST, SECOND])
     after = works.look()
-    for work in rows:
-        assert told[work.name]["how"] == "moved", told[work.name]
-        works.assert_runs(work, told[work.name]["to"], after)
+    for one in told.values():
+        assert one["how"] == "moved", one
+    works.assert_run({name: one["to"] for name, one in told.items()}, after)
     assert works.left_behind(HOME) == ""
 
 
-@UNPROVEN
 def test_an_end_or_a_restore_that_ends_after_any_act_is_taken_up_again(works: Works) -> None:
     """For some, the end at the source is cut off; for others, which were given to the second machine, the restore."""
     rows = [Work(name, gpu=number % GPUS) for number, name in enumerate([*COMMIT, *RESTORE])]
@@ -90,10 +89,10 @@ def test_an_end_or_a_restore_that_ends_after_any_act_is_taken_up_again(works: Wo
     die(works, SECOND, "restore", RESTORE, **store)
     told = works.move(*rows, to=[FIRST, SECOND], shared=True, **store)
     after = works.look()
-    for work in rows:
-        to = FIRST if work in ending else SECOND
-        assert (told[work.name]["how"], told[work.name]["to"]) == ("moved", to), told[work.name]
-        works.assert_runs(work, to, after)
+    where = {**{work.name: FIRST for work in ending}, **{work.name: SECOND for work in coming}}
+    for name, to in where.items():
+        assert (told[name]["how"], told[name]["to"]) == ("moved", to), told[name]
+    works.assert_run(where, after)
     for node in (HOME, SECOND):
         assert works.left_behind(node) == ""
 
@@ -111,7 +110,6 @@ end
 """
 
 
-@UNPROVEN
 def test_the_controller_may_be_killed_in_any_call(works: Works, tmp_path: Path) -> None:
     """Again and again: the first run in its first call to a machine, the next in its second, until one comes to an end.
     By turns the call is over by then, or goes on without anybody who waits for it."""
@@ -136,7 +134,7 @@ def test_the_controller_may_be_killed_in_any_call(works: Works, tmp_path: Path) 
         if done.returncode != -signal.SIGKILL:
             break
     assert done.returncode == 0, done.stdout
-    assert calls > 10
+    assert calls > 6, "looks, capture, transfer and place are calls of their own"
     works.assert_runs(work, FIRST, works.look())
     for node in (HOME, FIRST):
         assert works.left_behind(node) == ""
@@ -155,8 +153,7 @@ def test_a_source_that_loses_power_while_its_work_stands_still(works: Works) -> 
     after = works.look()
     assert (told["saved"]["how"], told["saved"]["to"]) == ("moved", FIRST), told
     assert (told["unsaved"]["how"], told["unsaved"]["reasons"][0]["reason"]) == ("cold_start", "lost_source"), told
-    works.assert_runs(saved, FIRST, after)
-    works.assert_runs(unsaved, HOME, after, whole=False)
+    works.assert_run({"saved": FIRST, "unsaved": HOME}, after, repeated=["unsaved"])
 
 
 def test_a_target_that_vanishes_while_work_comes_back(works: Works) -> None:
@@ -191,7 +188,6 @@ def at_once(works: Works, node: str, *orders: dict[str, Any]) -> list[str]:
     return sorted(works.sh(node, " ".join([*lines, "wait"])).split())
 
 
-@UNPROVEN
 def test_of_two_at_once_only_one_has_the_work(works: Works) -> None:
     """Of two who end it in favour of different machines; and of two who bring it back on the same."""
     work = Work("work")

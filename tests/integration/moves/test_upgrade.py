@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 
-from works import HOME, NODES, UNPROVEN, Work, Works
+from works import HOME, NODES, Work, Works
 
 NEW = "550.90.07"
 
 
-@UNPROVEN
 def test_two_move_during_the_upgrade_and_come_home(works: Works) -> None:
     fleet = works.fleet
     rows = [Work("one"), Work("two", gpu=1)]

@@ -10,21 +10,16 @@ done twice, shows in its log, and wrong memory ends it.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 from fleet import Fleet
 from node import Node
-
-UNPROVEN = pytest.mark.skipif(
-    "GPUFLEET_UNPROVEN" not in os.environ, reason="has not passed yet; GPUFLEET_UNPROVEN=1 runs it all the same"
-)
 
 NODES = ["gpu-1", "gpu-2", "gpu-3"]
 HOME, FIRST, SECOND = NODES
@@ -143,8 +138,8 @@ class Works:
     def sh(self, node: str, script: str) -> str:
         return self.nodes[node].sh(script)
 
-    def start(self, *works: Work) -> None:
-        """Have them run, each some steps on; their ``pids`` are known then."""
+    def start(self, *works: Work, on: str = HOME) -> None:
+        """Have them run on a machine, each some steps on; their ``pids`` are known then."""
         script = ""
         for number, work in enumerate(works, len(self.works)):
             self.works[work.name] = work
@@ -156,7 +151,7 @@ class Works:
         script += f'for log in {logs}; do timeout 60 sh -c "until [ -s $log ]; do sleep 0.1; done"; done\n'
         script += "group() { cat /sys/fs/cgroup{/systemd,}/system.slice/$1.service/cgroup.procs 2>/dev/null; }\n"
         script += f"for name in {names}; do echo $name $(group $name); done"
-        for line in self.sh(HOME, script).splitlines():
+        for line in self.sh(on, script).splitlines():
             name, *pids = line.split()
             self.works[name].pids = [int(pid) for pid in pids]
 
@@ -204,31 +199,40 @@ class Works:
 
     def look(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Machine → counter → whether its unit is active, and its steps with the machine each was taken on."""
-        return {name: self.look_at(name) for name in NODES}
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(NODES, pool.map(self.look_at, NODES), strict=True))
 
     def look_at(self, node: str) -> dict[str, dict[str, Any]]:
         return dict(json.loads(self.sh(node, f"python3 -c {shlex.quote(LOOK)}")))
 
     def assert_runs(self, work: Work, node: str, since: Mapping[str, Any], whole: bool = True) -> None:
-        """Both of its processes take steps on that machine, and its unit is active on no other. ``whole``: no step was
-        lost or done twice; a work that was started from an older save may do some twice."""
-        deadline = time.monotonic() + 30
+        """:meth:`assert_run` of one work."""
+        self.assert_run({work.name: node}, since, () if whole else (work.name,))
+
+    def assert_run(self, where: Mapping[str, str], since: Mapping[str, Any], repeated: Container[str] = ()) -> None:
+        """All processes of each work take steps on its machine, and its unit is active on no other. No step was lost or
+        done twice, but for those that were started from an older save (``repeated``), which may do some twice."""
+        deadline = time.monotonic() + 60
         while True:
             now = self.look()
-            if all(
-                len(now[node].get(log, {"steps": ()})["steps"]) > len(since[node].get(log, {"steps": ()})["steps"])
-                for log in work.logs
-            ):
+            taken = {
+                (name, log): [len(looked[node].get(log, {"steps": ()})["steps"]) for looked in (since, now)]
+                for name, node in where.items()
+                for log in self.works[name].logs
+            }
+            late = [log for (name, log), (before, after) in taken.items() if after <= before]
+            if not late:
                 break
-            assert time.monotonic() < deadline, f"{work.name} takes no step on {node}: {now[node].get(work.name)}"
+            assert time.monotonic() < deadline, f"{', '.join(late)} take no step"
             time.sleep(0.2)
-        active = [name for name in NODES if now[name].get(work.name, {}).get("active")]
-        assert active == [node], f"{work.name} is active on {active}"
-        for log in work.logs:
-            numbers = [step for step, dummy in now[node][log]["steps"]]
-            if whole:
+        for name, log in taken:
+            active = [node for node in NODES if now[node].get(name, {}).get("active")]
+            assert active == [where[name]], f"{name} is active on {active}"
+            steps = now[where[name]][log]["steps"]
+            assert steps[-1][1] == where[name]
+            if name not in repeated:
+                numbers = [step for step, dummy in steps]
                 assert numbers == list(range(1, len(numbers) + 1)), f"{log}: steps lost or repeated"
-            assert now[node][log]["steps"][-1][1] == node
 
 
 QUICK = {"settle": 2, "lock_timeout": 1, "concurrency": 16, "criu": CRIU, "patience": 30}
