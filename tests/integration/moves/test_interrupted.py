@@ -203,3 +203,21 @@ def test_of_two_at_once_only_one_has_the_work(works: Works) -> None:
     told = works.move(work, to=[FIRST, SECOND], shared=True, **store)["work"]
     assert (told["how"], told["to"]) == ("moved", record["target"]), told
     works.assert_runs(work, record["target"], works.look())
+
+
+def test_of_two_whole_moves_at_once_one_moves_the_work(works: Works) -> None:
+    """To the same machine, and to different ones; both come to an end, and neither undoes what the other did."""
+    rows = {"same": [FIRST], "other": [FIRST, SECOND]}
+    everybody = [Work(name, gpu=gpu) for gpu, name in enumerate(rows)]
+    works.start(*everybody)
+    for work, first in zip(everybody, rows.values(), strict=True):
+        moving = [
+            works.nodes[HOME].begin("workload_move", workloads=[work.declared()], candidates=[to], **QUICK)
+            for to in (first[0], first[-1])
+        ]
+        told = [one.communicate(timeout=240)[0] for one in moving]
+        after = works.look()
+        where = [node for node in (FIRST, SECOND) if after[node].get(work.name, {}).get("active")]
+        assert len(where) == 1 and where[0] in first, told
+        assert any(f'"{work.name}": "{where[0]}"' in text for text in told), told
+        works.assert_runs(work, where[0], after)
