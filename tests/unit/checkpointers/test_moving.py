@@ -240,6 +240,13 @@ def three(**changes: Node) -> World:
     return World(**nodes)
 
 
+def three_on_one_store() -> World:
+    world = three()
+    for node in world.nodes.values():
+        node.store = world.nodes["home"].store
+    return world
+
+
 def how(outcomes: list[moving.Outcome]) -> list[tuple[str, str | None]]:
     return [(one.how, one.to) for one in outcomes]
 
@@ -383,6 +390,16 @@ def test_a_target_that_vanishes(state: str, done: bool) -> None:
     ]
 
 
+def test_a_shared_save_is_kept_for_a_target_that_vanished() -> None:
+    """Also from those who refused it before: they have no copy of their own to give back."""
+    world = three_on_one_store()
+    world.trouble = {("a", "prepared"): "hash_mismatch"}
+    world.dies_in = {("b", "restored"): False}
+    assert how(move(world, shared=True, patience=60).away([work("one")], ["a", "b"])) == [(UNKNOWN, "b")]
+    world.nodes["b"].lost = False
+    assert how(move(world, shared=True).away([work("one")], ["b"])) == [(MOVED, "b")]
+
+
 def test_a_target_that_comes_back_in_time_is_asked_again() -> None:
     world = three()
     world.dies_in = {("a", "restored"): True}
@@ -396,7 +413,7 @@ def test_a_target_that_comes_back_in_time_is_asked_again() -> None:
     assert how(conducted.away([work("one")], ["a", "b"])) == [(MOVED, "a")]
 
 
-TERMS = {"plain": {}, "gang": {"gang": True}}
+TERMS = {"plain": {}, "gang": {"gang": True}, "shared": {"shared": True}}
 TROUBLES: dict[str, dict[tuple[str, str], str]] = {
     "nothing-fails": {},
     "first-refuses": {("a", "prepared"): "hash_mismatch"},
@@ -412,7 +429,7 @@ def test_the_controller_may_die_after_any_call(terms: dict[str, Any], trouble: d
     calls = 0
     while True:
         calls += 1
-        world = three()
+        world = three_on_one_store() if terms.get("shared") else three()
         world.trouble = trouble
         world.crash_after = calls
         try:
