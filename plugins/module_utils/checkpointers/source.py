@@ -58,6 +58,9 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host import gpus
 _CONTAINED = tuple(f"namespace_{name}" for name in ("mnt", "pid", "net", "ipc", "uts", "cgroup"))
 """What a container is made of, and podman saves and makes anew."""
 
+_STEADY = 0.1
+"""Seconds between two looks at which the processes must be the same."""
+
 _GHOSTS = 512 << 20
 """Bytes of a deleted file that is still open; CRIU's own limit of 1 MB is too small for what frameworks leave."""
 
@@ -92,6 +95,7 @@ class Source(Common):
             for pid in before:
                 with contextlib.suppress(OSError):
                     processes.append(tree.look(pid, self._proc))
+            self._sleep(_STEADY)
             if processes and [one.pid for one in processes] == tree.pids_of(cgroup, self._sys):
                 return service, shown, processes
             self._sleep(0.5)

@@ -42,7 +42,7 @@ def test_what_goes_wrong_where_work_is_saved(works: Works) -> None:
     """One of each kind on one machine, with one of two processes that moves among them."""
     rows = {name: Work(name, pair=name.endswith("-second")) for name in AT_THE_SOURCE}
     moves = Work("moves", gpu=1, pair=True)
-    restless = Work("restless", exec_before="(while :; do sleep 0.002; done) &")
+    restless = Work("restless", exec_before="for i in 1 2 3 4; do (while :; do sleep 0.002; done) & done;")
     missing = Work("missing", extra={"save": {"paths": ["/nonexistent"]}})
     endings = {name: ({reason}, how) for name, (*dummy, reason, how) in AT_THE_SOURCE.items()}
     endings["restless"] = ({"unsupported_feature:unsteady", "dump_failed"}, "stayed")
