@@ -42,9 +42,16 @@ def test_a_counter_moves_to_another_kernel_and_lets_go_of_its_own(fleet: Callabl
     assert pid not in [one["pid"] for one in seen["holders"]], "it has let go of the device files"
     assert pid in [one["pid"] for one in seen["suspended"]] and not seen["releasable"], seen
 
-    moved = home.run("workload_move", workloads=[COUNTER], candidates=[away.name], settle=3)
-    assert not moved["failed"] and moved["moved"] == {"counter": away.name}, moved
-    home.sh(f"systemctl stop nvidia-persistenced; rmmod {MODULES}")
+    order = {"workloads": [{**COUNTER, "artefact": saved["workloads"][0]["artefact"]}]}
+    for done in (
+        away.run("checkpoint_fetch", artefact=order["workloads"][0]["artefact"], source=home.name),
+        away.run("workload_restore", state="prepared", **order),
+        home.run("workload_checkpoint", state="committed", target=away.name, **order),
+    ):
+        assert not done["failed"], done
+    home.sh(f"systemctl stop nvidia-persistenced; rmmod {MODULES}")  # while the work is nowhere but in its save
+    restored = away.run("workload_restore", state="restored", settle=3, **order)
+    assert not restored["failed"], restored
     taken = len(away.sh(f"cat {HOME}/steps.log").splitlines())
     log = away.sh(
         f"timeout 60 sh -c 'until [ $(wc -l <{HOME}/steps.log) -gt {taken} ]; do sleep 0.2; done'; cat {HOME}/steps.log"
