@@ -65,16 +65,14 @@ def die(works: Works, node: str, act: str, points: dict[str, tuple[str, str, int
 
 def test_a_capture_that_ends_after_any_act_is_taken_up_again(works: Works) -> None:
     rows = [Work(name, gpu=number % GPUS) for number, name in enumerate(CAPTURE)]
-    store = {"store": str(works.share / "captures")}
     works.start(*rows)
-    die(works, HOME, "capture", CAPTURE, **store)
-    told = works.move(*rows, to=[FIRST, SECOND], shared=True, **store)
+    die(works, HOME, "capture", CAPTURE, store="/var/lib/gpufleet/store")
+    told = works.move(*rows, to=[FIRST, SECOND])
     after = works.look()
     for one in told.values():
         assert one["how"] == "moved", one
     works.assert_run({name: one["to"] for name, one in told.items()}, after)
     assert works.left_behind(HOME) == ""
-    assert not list(Path(store["store"]).iterdir())
 
 
 def test_an_end_or_a_restore_that_ends_after_any_act_is_taken_up_again(works: Works) -> None:

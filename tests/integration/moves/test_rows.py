@@ -87,8 +87,7 @@ def test_what_goes_wrong_where_work_comes_back(works: Works) -> None:
     knobs = [knob.format(rows[name].pids[0]) for name, (knob, *dummy) in AT_THE_TARGET.items() if knob]
     faults = [f"{rows[name].pids[0]} {fault}" for name, (dummy, fault, *rest) in AT_THE_TARGET.items() if fault]
     works.trouble(FIRST, knobs, faults)
-    store = {"store": str(works.share / "rows"), "shared": True}
-    told = works.move(*rows.values(), to=[FIRST, SECOND], **store)
+    told = works.move(*rows.values(), to=[FIRST, SECOND])
     after = works.look()
     for name, (*dummy, reason, node) in AT_THE_TARGET.items():
         assert told[name]["how"] == ("cold_start" if node == HOME else "moved"), told[name]
