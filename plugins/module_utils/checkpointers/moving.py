@@ -344,8 +344,8 @@ class Move:
             self._say(str(told["msg"]))
 
     def _clean(self, jobs: Sequence[_Job]) -> None:
-        """Take copies back from targets that did not take the work in; what cannot be reached expires by itself. A shared
-        save is the only one, and stays for as long as the work may have nothing else."""
+        """Take copies back from targets that did not take the work in; what cannot be reached expires by itself. A
+        shared save is the only one, and stays for as long as the work may have nothing else."""
         for job in jobs:
             if self._terms.shared and job.outcome.how in (UNKNOWN, LOST):
                 continue
