@@ -682,7 +682,7 @@ def _unproven(node: DriverNode, loaded: str | None, version: str) -> str:
         return "nobody has said yet which driver is loaded"
     if loaded != version:
         return f"driver {loaded} is loaded, {version} is expected"
-    if node.validators and not all(node.validators):
+    if not all(node.validators) or (not node.validators and node.labels.get(objects.DEPLOY_VALIDATOR) == "true"):
         return "the operator's validator is not ready yet"
     return ""
 

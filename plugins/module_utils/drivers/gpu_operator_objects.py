@@ -27,6 +27,9 @@ REQUESTED = "nvidia.com/gpu-driver-upgrade-requested"
 OWNER = "nvidia.com/gpu-operator.driver.owner"
 PRESENT = "nvidia.com/gpu.present"
 DEPLOY = "nvidia.com/gpu.deploy."
+DEPLOY_VALIDATOR = DEPLOY + "operator-validator"
+"""Label of a node that is to have a validator: between the old pod and the new one there is none for a moment."""
+
 LOADED = "nvidia.com/cuda.driver-version.full"
 DISCOVERED = "nvidia.com/gfd.timestamp"
 COMPONENT = "app.kubernetes.io/component=nvidia-driver"
@@ -341,6 +344,8 @@ def read(listed: Listed) -> Operator:
         running[pod.node] = pod
     validators: dict[str, list[bool]] = {}
     for item in listed.validators:
+        if "deletionTimestamp" in item["metadata"]:
+            continue
         validators.setdefault(item["spec"].get("nodeName", ""), []).append(_is_ready(item))
     nodes = {}
     for item in listed.nodes:
