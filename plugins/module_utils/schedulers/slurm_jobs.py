@@ -179,7 +179,12 @@ _OUR_FEATURE = re.compile(rf"{DRIVER_FEATURE}\d[\d.]*")
 
 def version_of(node: Node) -> str | None:
     """The driver version that a node's features tell."""
-    for name in node.active:
+    return _version_in(node.active)
+
+
+@lru_cache(maxsize=4096)
+def _version_in(features: tuple[str, ...]) -> str | None:
+    for name in features:
         if _OUR_FEATURE.fullmatch(name):
             return name[len(DRIVER_FEATURE) :]
     return None
