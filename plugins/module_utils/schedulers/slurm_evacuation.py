@@ -322,9 +322,16 @@ class Evacuation:
         for words in acts:
             if answer.ok:
                 answer = self._slurm.change(*words)
-        if not answer.ok:
+        if not answer.ok and self._runs_on(job):
             self._slurm.change("scontrol", "update", f"jobid={job.id}", f"admincomment={job.admin_comment}")
+        elif not answer.ok:
+            # it came true all the same, and only the answer was lost; or the job has ended
+            answer = replace(answer, rc=0)
         return self._done(answer, job, off, message, note)
+
+    def _runs_on(self, job: Job) -> bool:
+        now = [found for found in self._slurm.jobs(each_task=True) if found.id == job.id]
+        return any(found.on_node and found.state != "COMPLETING" for found in now)
 
     def _done(self, answer: Completed, job: Job, off: str, message: str, note: Token) -> tuple[Token, str, str]:
         if not answer.ok:

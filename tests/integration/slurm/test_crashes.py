@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from slurm_cluster import NEW, OLD, Cluster, until
@@ -55,6 +55,23 @@ def test_no_job_is_lost_or_held_for_ever(slurm: Cluster, changes: int) -> None:
     found = slurm.job(job)
     assert found is not None and not found.held and found.constraint == f"driver-{OLD}"
     assert int(slurm.text(name)) > 0
+
+
+class Deaf(Commands):
+    def change(self, *words: str, timeout: float | None = None) -> Completed:
+        said = super().change(*words, timeout=timeout)
+        return replace(said, rc=1, stderr="Connection reset by peer") if "requeuehold" in words else said
+
+
+def test_a_job_that_was_held_though_slurm_seemed_to_refuse_is_let_go(slurm: Cluster) -> None:
+    job = slurm.counter("deaf", node="gpu-1")
+    slurm.running(job)
+    until(lambda: int(slurm.text("deaf.now") or 0) > 1, "a step")
+    slurm.backend().cordon(["gpu-1"], R1)
+    deaf = Slurm(Deaf(execution.run, timeout=20, conf=slurm.commands.conf))
+    result = deaf.evacuate(["gpu-1"], R1, [Fate(f"job {job}", "move")], time.time() + 3600, 30)["gpu-1"]
+    assert [end.how for end in result.ends] == ["requeued"] and not result.waiting
+    assert not slurm.job(job).held and "step=done" in slurm.job(job).admin_comment
 
 
 @pytest.mark.parametrize("changes", range(5))
