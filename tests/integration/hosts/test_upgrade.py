@@ -143,10 +143,13 @@ def end_well(fleet: Fleet, **variables: Any) -> None:
 
 @pytest.mark.parametrize("act", ["unload modules", "packages"])
 def test_the_controller_is_killed_in_an_act_of_the_swap(fleet: Fleet, act: str) -> None:
-    """The swap goes on without it; the next run waits for it."""
+    """The swap goes on without it, as status says; the next run waits for it."""
+    fleet.sh("gpu-1", "mkdir -p /etc/nvidia-standin; echo 15 >/etc/nvidia-standin/dkms-seconds")
     playing = fleet.begin("upgrade", gpu_run_id="first", gpu_hosts="gpu-1", gpu_driver_version=NEW, **WORKLOAD)
     fleet.wait_for_step("gpu-1", act)
     playing.kill()
+    shown = fleet.play("status", gpu_hosts="gpu-1").output
+    assert f"first to {NEW}: still at work" in shown and "wait for its end" in shown and "next:" not in shown, shown
     end_well(fleet, gpu_lock_takeover="first")
 
 
@@ -202,6 +205,9 @@ def test_rollback_undoes_a_finished_upgrade(fleet: Fleet) -> None:
     before = fleet.packages("gpu-1")
     one = {"gpu_hosts": "gpu-1", **WORKLOAD}
     assert fleet.play("upgrade", gpu_driver_version=NEW, **one).rc == 0
+    checked = fleet.play("rollback", "--check", **one)
+    assert checked.rc == 0 and f"gpu-1 would go back to {OLD}" in checked.output, checked.output[-5000:]
+    assert checked.nodes == {} and fleet.loaded("gpu-1") == NEW, "no report is written of what was not done"
     fleet.sh(
         "gpu-1",
         "mv /var/lib/gpufleet/packages/{535.183.01,away} && sed -i 's/^deb/# deb/' /etc/apt/sources.list.d/lab.list",

@@ -230,6 +230,17 @@ def test_nothing_to_bring_back_is_no_error(play: Callable, tmp_path: Path) -> No
     assert "No node of 'a' that answered was upgraded since it last went back" in played.output
 
 
+@pytest.mark.parametrize("size", ["0", "-1", "0%", "150%", "two"])
+def test_batches_that_are_none_are_refused(play: Callable, tmp_path: Path, size: str) -> None:
+    """Ansible takes 0 for all nodes at once."""
+    played = play(
+        "- ansible.builtin.import_playbook: gpufleet.driver.rollback\n",
+        "-e",
+        f"gpu_state_dir={tmp_path}/state gpu_hosts=a ansible_become=false gpu_batch_size={size}",
+    )
+    assert played.rc != 0 and f"gpu_batch_size is {size}, expected a number of nodes of 1 or more" in played.output
+
+
 def test_recover_does_not_call_a_silent_node_well(play: Callable, tmp_path: Path) -> None:
     silent = '{"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_port": 1}'
     played = play(
