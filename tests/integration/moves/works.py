@@ -54,7 +54,11 @@ case $how in
   dump-short) truncate -s -4096 "$(ls -S "$images"/pages-*.img | head -1)" ;;
   dump-running) kill -CONT "$pid" ;;
   dump-empty) rm -f "$images"/core-*.img ;;
-  restore-die) (sleep 0.7; kill -9 "${{pid##* }}") & ;;
+  restore-die)
+    one=${{pid##* }}
+    log=$(tr '\\0' '\\n' <"/proc/$one/environ" | sed -n 's/^STATE_DIRECTORY=//p')/steps.log
+    had=$(wc -l <"$log")
+    (while [ -e "/proc/$one" ] && [ "$(wc -l <"$log")" -le $((had + 3)) ]; do sleep 0.05; done; kill -9 "$one") & ;;
 esac
 exit 0
 """
