@@ -184,6 +184,13 @@ class Cluster:
         fates = [Fate(f"job {job.shown}", fate) for job in self.commands.jobs()] if fate else []
         return self.backend(**settings).evacuate(names, mark, fates, time.time() + deadline, patience)
 
+    def _idle(self) -> bool:
+        """Whether every node is; others are resumed, also one that slurmctld takes for rebooted only after a resume."""
+        others = [name for name, node in self.commands.nodes().items() if node.state != {"IDLE"}]
+        if others:
+            self.sh("scontrol", "update", f"nodename={','.join(others)}", "state=resume", check=False)
+        return not others
+
     def reset(self) -> None:
         """No job, reservation or drain, and the features and drivers as at the start."""
         for daemon in ("munge", "slurmctld", *self.names):
@@ -202,6 +209,5 @@ class Cluster:
         self.sh("scontrol", "update", f"nodename={listed}", "availablefeatures=lab", "activefeatures=lab")
         for name in self.names:
             (self.state / "nodes" / f"{name}.driver").write_text(f"{OLD}\n")
-        idle = {"IDLE"}
-        until(lambda: all(n.state == idle for n in self.commands.nodes().values()), "every node is idle", 60)
+        until(self._idle, "every node is idle", 60)
         until(lambda: not self.commands.jobs(), "no job is left", 60)
