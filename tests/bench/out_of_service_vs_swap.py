@@ -144,8 +144,8 @@ def main() -> int:
                     gpu_canary=0,
                     gpu_workloads=[{"name": "counter", "unit": "gpu-counter.service", "ready": ["sh", "-c", ANSWERS]}],
                     gpu_scheduler_options={
-                        "cordon_command": [str(hook), "cordon"],
-                        "uncordon_command": [str(hook), "uncordon"],
+                        "cordon_command": [str(hook), "cordon", "{node}"],
+                        "uncordon_command": [str(hook), "uncordon", "{node}"],
                         "state_dir": str(fleet.state / "marks"),
                     },
                 )
