@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.carried import below
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
 
@@ -115,11 +116,11 @@ class Podman(Service):
             "runtime": str(found.get("OCIRuntime") or ""),
         }
 
-    def lacks(self, wanted: Mapping[str, Any]) -> str:
-        """What of :meth:`image` is not on this node; empty if all is."""
+    def lacks(self, wanted: Mapping[str, Any], paths: Sequence[str]) -> str:
+        """What of :meth:`image` is not on this node and does not come with the save (``paths``); empty if all is."""
         if not self.podman("image", "exists", str(wanted["image"])).ok:
             return f"image {wanted['image_name']} ({str(wanted['image'])[:12]}) is not here"
-        missing = [path for path in wanted["mounts"] if not os.path.lexists(path)]
+        missing = [path for path in wanted["mounts"] if not (os.path.lexists(path) or below(path, paths))]
         return f"{missing[0]}, which it mounts, is not here" if missing else ""
 
     def fragment(self) -> str:

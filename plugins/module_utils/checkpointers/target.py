@@ -131,7 +131,7 @@ class Target(Common):
         if box and shown.get("LoadState") != "not-found":
             name = box.container
             refuse("policy", f"there is a container {name} here", "no container of that name", f"podman rm {name}")
-        trouble = box.lacks(manifest["workload"]["image"]) if box else ""
+        trouble = box.lacks(manifest["workload"]["image"], manifest["paths"]) if box else ""
         if trouble:
             refuse(
                 "key_mismatch:image", trouble, "the image and what it mounts on both nodes", "podman images --digests"

@@ -168,6 +168,12 @@ def criu_layer() -> Path:
     return layer
 
 
+def podman_layer(image: Path) -> Path:
+    """A layer with podman and runc; :raises LabError: if they cannot be had."""
+    build = [str(HERE.parent / "podman" / "build"), str(image)]
+    return Path(run(build, deadline=600, show=True).splitlines()[-1], "layer")
+
+
 def digest(*parts: object, files: list[Path]) -> str:
     total = hashlib.sha256(repr(parts).encode())
     for path in files:
@@ -429,6 +435,10 @@ class Lab:
             f"--directory={self.directory(node) / 'root'}",
             *([f"--bind={self.data['share']}"] if self.data.get("share") else []),
         ]  # fmt: skip
+        if self.data.get(
+            "podman"
+        ):  # a runtime in a machine of the first version of control groups may only look at them
+            nspawn = ["env", "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY=1", *nspawn]
         if self.data["criu"]:  # which cannot look into processes under a system call filter, nor from below one
             nspawn = ["env", "SYSTEMD_SECCOMP=0", *nspawn, f"--capability={CRIU_RIGHTS}"]
         spawn(
@@ -580,10 +590,15 @@ def up(options: argparse.Namespace) -> None:
     data |= {
         "compiled": options.compiled,
         "share": str(options.share or ""),
-        "criu": options.criu,
-        "layers": [*([str(criu_layer())] if options.criu else []), str(layer), str(image / "root")],
+        "criu": options.criu or options.podman,
+        "podman": options.podman,
+        "layers": [str(layer), str(image / "root")],
         "devices": device_table(options.gpus, state),
     }
+    if data["podman"]:
+        data["layers"].insert(0, str(podman_layer(image)))
+    if data["criu"]:
+        data["layers"].insert(0, str(criu_layer()))
     lab = claim(state, data)
     try:
         shutil.copy(image / "id_ed25519", state / "id_ed25519")
@@ -713,6 +728,8 @@ def main() -> int:
     )
     text = "machines whose processes can be saved and restored on another, with a CRIU that works on this kernel"
     sub.add_argument("--criu", action="store_true", help=text)
+    text = "machines with podman and runc, whose containers can be saved; as --criu otherwise"
+    sub.add_argument("--podman", action="store_true", help=text)
     add_deadline(sub)
     sub.add_argument("--keep", action="store_true", help="leave everything in place if the start fails")
     command("down", down, "end the fleet and remove all it made")
