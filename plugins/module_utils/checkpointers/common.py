@@ -349,8 +349,13 @@ def short(done: Completed) -> str:
     return text if len(text) <= 300 else text[:120] + " … " + text[-170:]
 
 
-def criu_errors(log: Path) -> str:
-    """The last errors CRIU logged, to explain a failure; they do not decide anything, as success logs some too."""
+def why(done: Completed, log: Path | None) -> str:
+    """Why a dump or a restore failed: the command's own words, and the last errors in CRIU's log, if there is one."""
+    return f"{short(done)}; {_errors(log)}" if log else short(done)
+
+
+def _errors(log: Path) -> str:
+    """They do not decide anything, as success logs some too."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:

@@ -28,6 +28,7 @@ PREFIX = "podman:"
 ARCHIVE = "images/container.tar"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _QUERY = 60.0
+_CRIU_LOG = re.compile(r'log file: ([^\s"]+)')
 _STARTS_AGAIN = ("always", "unless-stopped")
 
 
@@ -48,6 +49,23 @@ class Podman(Service):
     @property
     def timer(self) -> str:
         return f"gpufleet-thaw-container-{self.container}"
+
+    @property
+    def status_command(self) -> str:
+        return f"podman container inspect {self.container}"
+
+    @property
+    def members_command(self) -> str:
+        return f"podman top {self.container}"
+
+    @property
+    def log_command(self) -> str:
+        return f"podman logs {self.container}"
+
+    def criu_log(self, done: Completed) -> Path | None:
+        """The log that runc names when CRIU has failed."""
+        found = _CRIU_LOG.search(done.stderr)
+        return Path(found[1]) if found else None
 
     def podman(self, *words: str, timeout: float = _QUERY) -> Completed:
         return self._run(["podman", *words], timeout=timeout)
@@ -94,6 +112,9 @@ class Podman(Service):
             wrong.append(("pid_namespace", f"it shares the PIDs of {host['PidMode']}", look))
         if found.get("Pod"):
             wrong.append(("pod", f"it is part of pod {found['Pod'][:12]}", f"podman pod inspect {found['Pod'][:12]}"))
+        runtime = str(found.get("OCIRuntime") or "")
+        if not self._saves(runtime):
+            wrong.append(("oci_runtime", f"it is run by {runtime}, which cannot save it here", f"{runtime} --version"))
         policy = (host.get("RestartPolicy") or {}).get("Name")
         if policy in _STARTS_AGAIN and self.podman_starts_at_boot():
             seen = (
@@ -101,6 +122,10 @@ class Podman(Service):
             )
             wrong.append(("restart_policy", seen, "systemctl status podman-restart.service"))
         return wrong
+
+    def _saves(self, runtime: str) -> bool:
+        """Whether an OCI runtime can save containers; of crun that depends on how it was built (podman asks so too)."""
+        return self._run([runtime, "checkpoint", "--help"], timeout=_QUERY).ok
 
     def podman_starts_at_boot(self) -> bool:
         return self._run(["systemctl", "is-enabled", "podman-restart.service"], timeout=_QUERY).ok
@@ -120,6 +145,8 @@ class Podman(Service):
         """What of :meth:`image` is not on this node and does not come with the save (``paths``); empty if all is."""
         if not self.podman("image", "exists", str(wanted["image"])).ok:
             return f"image {wanted['image_name']} ({str(wanted['image'])[:12]}) is not here"
+        if not self._saves(str(wanted["runtime"])):
+            return f"{wanted['runtime']}, which ran it, is not here or cannot restore it"
         missing = [path for path in wanted["mounts"] if not (os.path.lexists(path) or below(path, paths))]
         return f"{missing[0]}, which it mounts, is not here" if missing else ""
 

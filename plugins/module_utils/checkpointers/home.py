@@ -99,7 +99,7 @@ class Home(Common):
                     "leave",
                     str(exc),
                     "its files saved",
-                    f"systemctl status {service.unit}",
+                    service.status_command,
                     source,
                 ) from exc
             record.update(state=LEFT, bytes=manifest["total"], seconds=round(self._now() - began, 3))
@@ -170,7 +170,7 @@ class Home(Common):
                 "home",
                 f'{unit} does not start, last said "{said}"',
                 "a running service",
-                f"systemctl status {unit}",
+                service.status_command,
                 SOURCE_GONE,
             )
         steps = self._progress(work)
@@ -222,7 +222,7 @@ class Home(Common):
                     "return",
                     f"{unit} does not start",
                     "a running service",
-                    f"systemctl status {unit}",
+                    service.status_command,
                     SOURCE_LOST,
                 )
             if record:

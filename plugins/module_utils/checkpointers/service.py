@@ -117,6 +117,19 @@ class Service:
     def timer(self) -> str:
         return f"gpufleet-thaw-{self.unit.rpartition('.')[0]}"
 
+    @property
+    def status_command(self) -> str:
+        """What somebody types to see how it is; the others: what it consists of, and what it has said."""
+        return f"systemctl status {self.unit}"
+
+    @property
+    def members_command(self) -> str:
+        return f"systemd-cgls -u {self.unit}"
+
+    @property
+    def log_command(self) -> str:
+        return f"journalctl -u {self.unit}"
+
     def show(self) -> Mapping[str, str]:
         """Properties of the unit as text; :raises ServiceError: if systemd does not answer."""
         done = self._run(["systemctl", "show", f"--property={','.join(_SHOWN)}", "--", self.unit], timeout=_QUERY)

@@ -45,9 +45,8 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
     FORMAT,
     MIB,
     Common,
-    criu_errors,
-    short,
     unit_of,
+    why,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import ARCHIVE, Podman
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.engine import Engine, EngineError
@@ -86,7 +85,7 @@ class Source(Common):
         if shown.get("ActiveState") != "active" or not int(shown.get("MainPID") or 0):
             state = f"{unit} is {shown.get('ActiveState')}, main PID {shown.get('MainPID')}"
             raise self._failed(
-                work, "lost_source", "membership", state, "a running service", f"systemctl status {unit}", SOURCE_GONE
+                work, "lost_source", "membership", state, "a running service", service.status_command, SOURCE_GONE
             )
         cgroup = shown.get("ControlGroup", "")
         for dummy in range(3):
@@ -105,7 +104,7 @@ class Source(Common):
             "membership",
             f"{unit} starts and ends processes all the time",
             "the same processes at two looks",
-            f"systemd-cgls -u {unit}",
+            service.members_command,
         )
 
     def check(self, work: Work) -> list[Reason]:
@@ -145,7 +144,7 @@ class Source(Common):
                 "unsupported_feature:several_trees",
                 f"PID {one.pid} {one.comm} does not descend from the main process {root}",
                 "one tree",
-                f"systemd-cgls -u {unit}",
+                service.members_command,
                 one.pid,
             )
         for key, bad in (("WatchdogUSec", ("", "0", "infinity")), ("RootDirectory", ("",)), ("RootImage", ("",))):
@@ -273,7 +272,7 @@ class Source(Common):
                         "capture",
                         "its processes ended while they stood still, and it was not saved yet",
                         "processes that can go on",
-                        f"journalctl -u {record['unit']}",
+                        self._service(record["unit"]).log_command,
                         SOURCE_LOST,
                     )
             if record.get("state") == suspend.THAWED:
@@ -429,7 +428,7 @@ class Source(Common):
         look = f"podman container checkpoint --export FILE --keep {service.container}"
         done = service.dump([one.pid for one in processes], images, self._limits.by_size(size))
         if not done.ok:
-            raise self._failed(work, "dump_failed", "dump", short(done), "rc 0", look)
+            raise self._failed(work, "dump_failed", "dump", why(done, service.criu_log(done)), "rc 0", look)
         wanted = {f"checkpoint/core-{tree.inner_pid(one.pid, self._proc)}.img" for one in processes}
         try:
             with tarfile.open(images.parent / ARCHIVE) as archive:
@@ -470,9 +469,7 @@ class Source(Common):
         done = self._run(argv, timeout=self._limits.by_size(size))
         log = images / "dump.log"
         if not done.ok:
-            raise self._failed(
-                work, "dump_failed", "dump", f"{short(done)}; {criu_errors(log)}", "rc 0", f"{self._criu} check --all"
-            )
+            raise self._failed(work, "dump_failed", "dump", why(done, log), "rc 0", f"{self._criu} check --all")
         try:
             cut = page_images.wrong(images)
         except page_images.ImageError as exc:
@@ -659,7 +656,7 @@ class Source(Common):
                 "commit",
                 str(exc),
                 "its processes gone",
-                f"systemctl status {record['unit']}",
+                service.status_command,
                 SOURCE_FROZEN,
             ) from exc
         record.update(state=COMMITTED, committed_at=self._now())

@@ -41,8 +41,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
     UNLOCKING,
     UNPACKING,
     Common,
-    criu_errors,
-    short,
+    why,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import Podman
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
@@ -134,14 +133,17 @@ class Target(Common):
         trouble = box.lacks(manifest["workload"]["image"], manifest["paths"]) if box else ""
         if trouble:
             refuse(
-                "key_mismatch:image", trouble, "the image and what it mounts on both nodes", "podman images --digests"
+                "key_mismatch:image",
+                trouble,
+                "image, mounts and runtime as where it was saved",
+                "podman images --digests",
             )
         if shown.get("ActiveState") not in ("inactive", "failed", None):
             refuse(
                 "policy",
                 f"{service.unit} is {shown.get('ActiveState')} here",
                 "a unit that does not run here",
-                f"systemctl status {service.unit}",
+                service.status_command,
             )
         ids = [] if box else [one for member in manifest["members"] for one in member["ids"] if one]
         taken = tree.taken(ids, self._proc)
@@ -254,7 +256,7 @@ class Target(Common):
                         "restore",
                         "it was restored and let go on, and is gone",
                         "a running service",
-                        f"journalctl -u {record['unit']}",
+                        service.log_command,
                         SOURCE_GONE,
                     )
                 if len(alive) != len(record["members"]):
@@ -275,7 +277,7 @@ class Target(Common):
                     "restore",
                     str(exc),
                     "success",
-                    f"systemctl status {record['unit']}",
+                    service.status_command,
                     SOURCE_GONE,
                 ) from exc
             self._drop_plain(record)
@@ -320,17 +322,19 @@ class Target(Common):
             argv += ["--inherit-fd", f"fd[1]:socket:[{inode}]"]
         if isinstance(service, Podman):
             done = service.restore(images, seconds)
+            log = service.criu_log(done)
         else:
             done = service.start_from(argv, pid_file, record["members"][0]["comm"], seconds)
+            log = place / "restore.log"
         if not done.ok:
             timed_out = done.timed_out or service.show().get("Result") == "timeout"
             raise self._failed(
                 work,
                 "restore_timeout" if timed_out else "restore_failed",
                 "restore",
-                f"{short(done)}; {criu_errors(place / 'restore.log')}",
+                why(done, log),
                 f"its processes back within {seconds:.0f} s",
-                f"journalctl -u {service.unit}",
+                service.log_command,
                 SOURCE_GONE,
             )
         pids = self._pids(record, service)
@@ -345,7 +349,7 @@ class Target(Common):
                     "restore",
                     f"PID {member['pid']} {member['comm']} is not there",
                     "every process back",
-                    f"cat {place}/restore.log",
+                    f"cat {log}" if log else service.log_command,
                     SOURCE_GONE,
                     member["pid"],
                 )
@@ -397,7 +401,12 @@ class Target(Common):
         trouble = suspend.wake(record)
         if trouble:
             raise self._failed(
-                work, "verify_failed", "wake", trouble, "an engine that goes on", f"journalctl -u {record['unit']}"
+                work,
+                "verify_failed",
+                "wake",
+                trouble,
+                "an engine that goes on",
+                self._service(record["unit"]).log_command,
             )
         if record.pop("wake", None):  # an engine may take a second call amiss
             suspend.write_record(path, record)
@@ -470,7 +479,7 @@ class Target(Common):
                     raise wrong(
                         f"PID {pid} {member['comm']} is gone",
                         "every process alive",
-                        f"journalctl -u {record['unit']}",
+                        self._service(record["unit"]).log_command,
                         pid,
                     )
                 if suspend.stands_still(pid, self._proc):

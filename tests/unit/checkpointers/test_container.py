@@ -1,8 +1,8 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""What podman is asked about a container that is to move, and what its answers mean. Podman is stood in for here, and
-real in the metal lab."""
+"""What podman is asked about a container that is to move, and what its answers mean. Podman is stood in for here; in
+tests/integration/moves/test_containers.py it is real."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class Engine:
         self.containers = containers
         self.images = {"2300903b0361aa"}
         self.at_boot = False
+        self.saves = True
         self.broken = ""
         self.printed = ""
 
@@ -48,6 +49,8 @@ class Engine:
         words = list(argv[1:])
         if argv[0] == "systemctl":
             return said(0 if self.at_boot else 1)
+        if argv[1] == "checkpoint":
+            return said(0 if self.saves else 1)
         if self.broken:
             return said(125, "", self.broken)
         if words[:2] == ["container", "inspect"]:
@@ -92,6 +95,27 @@ def test_what_cannot_move_is_refused_by_name(about: dict[str, Any], at_boot: boo
     engine = Engine(notebook=about)
     engine.at_boot = at_boot
     assert [feature for feature, seen, look in engine.box().refusals()] == features
+
+
+def test_a_runtime_that_cannot_save_is_refused_before_anything_is_touched() -> None:
+    engine = Engine(notebook=but(OCIRuntime="crun"))
+    engine.saves = False
+    assert engine.box().refusals() == [
+        ("oci_runtime", "it is run by crun, which cannot save it here", "crun --version")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "log"),
+    [
+        (r'level=error msg="criu failed: type NOTIFY errno 0\nlog file: /x/dump.log"', Path("/x/dump.log")),
+        ("Error: runc: criu failed: type NOTIFY errno 0\nlog file: /x/restore.log\n", Path("/x/restore.log")),
+        ("Error: no such container", None),
+    ],
+    ids=["dump", "restore", "another"],
+)
+def test_the_log_of_criu_is_the_one_that_runc_names(said: str, log: Path | None) -> None:
+    assert Engine().box().criu_log(Completed(("podman",), 125, "", said, 0.1)) == log
 
 
 @pytest.mark.parametrize("name", ["", "-it", "a b", "../x", "a;b", "podman:x"])
@@ -142,10 +166,14 @@ def test_what_it_needs_must_be_on_the_target(tmp_path: Path) -> None:
     wanted = source.image()
     assert wanted["mounts"] == ["/etc"]
     target = Engine()
-    assert target.box().lacks(wanted) == ""
-    assert "/nonexistent/data" in target.box().lacks({**wanted, "mounts": ["/etc", "/nonexistent/data"]})
+    assert target.box().lacks(wanted, []) == ""
+    more = {**wanted, "mounts": ["/etc", "/nonexistent/data"]}
+    assert target.box().lacks(more, ["/nonexistent/dat"]) == "/nonexistent/data, which it mounts, is not here"
+    assert target.box().lacks(more, ["/nonexistent"]) == "", "it comes with the save"
+    target.saves = False
+    assert target.box().lacks(wanted, []) == "runc, which ran it, is not here or cannot restore it"
     target.images = set()
-    assert target.box().lacks(wanted) == "image localhost/base:1 (2300903b0361) is not here"
+    assert target.box().lacks(wanted, []) == "image localhost/base:1 (2300903b0361) is not here"
 
 
 KINDS = {

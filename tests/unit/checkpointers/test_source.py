@@ -62,6 +62,7 @@ class Unit:
     """What stands for the systemd unit of one process."""
 
     unit = "work.service"
+    status_command, members_command, log_command = "systemctl status work", "systemd-cgls -u work", "journalctl -u work"
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self.process = process

@@ -45,6 +45,7 @@ FREE_PID = 4_100_000  # beyond the largest pid_max that is usual
 
 class Service:
     unit = "work.service"
+    status_command, log_command = "systemctl status work", "journalctl -u work"
 
     def __init__(self, active: str = "inactive") -> None:
         self.active = active
