@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,25 +20,36 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fleet import Fleet  # noqa: E402
 from works import GPUS, NODES, Works  # noqa: E402
 
+Started = Callable[..., Iterator[Fleet]]
+
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    state = tmp_path_factory.mktemp("moves")
-    lab = str(TOP / "tests/lab/hosts/lab")
-    utils = "ansible_collections/gpufleet/driver/plugins/module_utils"
-    shutil.copytree(TOP / "plugins/module_utils", state / "share" / utils)
-    shutil.copy(Path(__file__).with_name("die.py"), state / "share")
-    command = [lab, "up", "--nodes", str(len(NODES)), "--gpus", str(GPUS), "--state", str(state / "lab")]
-    done = subprocess.run(
-        [*command, "--criu", "--compiled", "--share", str(state / "share")],
-        stderr=subprocess.PIPE, text=True, timeout=2400, check=False,
-    )  # fmt: skip
-    if done.returncode and "criu" in done.stderr:
-        pytest.skip(f"CRIU does not work here: {done.stderr.strip()[-500:]}")
-    assert done.returncode == 0, done.stderr
-    fleet = Fleet("hosts", state / "lab", NODES)
-    yield fleet
-    fleet.lab("down")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Started:
+    """A lab by its name and the option that makes it, which ends when the fixture that iterates over it does."""
+
+    def start(name: str, option: str, missing: str) -> Iterator[Fleet]:
+        state = tmp_path_factory.mktemp(name)
+        utils = "ansible_collections/gpufleet/driver/plugins/module_utils"
+        shutil.copytree(TOP / "plugins/module_utils", state / "share" / utils)
+        shutil.copy(Path(__file__).with_name("die.py"), state / "share")
+        command = [str(TOP / "tests/lab/hosts/lab"), "up", "--nodes", str(len(NODES)), "--gpus", str(GPUS)]
+        done = subprocess.run(
+            [*command, "--state", str(state / "lab"), option, "--compiled", "--share", str(state / "share")],
+            stderr=subprocess.PIPE, text=True, timeout=2400, check=False,
+        )  # fmt: skip
+        if done.returncode and missing in done.stderr:
+            pytest.skip(f"{missing} does not work here: {done.stderr.strip()[-500:]}; it needs Debian's package mirror")
+        assert done.returncode == 0, done.stderr
+        fleet = Fleet("hosts", state / "lab", NODES)
+        yield fleet
+        fleet.lab("down")
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def lab(started: Started) -> Iterator[Fleet]:
+    yield from started("moves", "--criu", missing="criu")
 
 
 @pytest.fixture

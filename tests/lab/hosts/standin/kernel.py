@@ -212,9 +212,9 @@ def boot() -> None:
 
 def allow_restores() -> None:
     """Let processes come back with the ids they had, which are not those of the others here, as on machines that have
-    run for a while; and containers with their host names."""
-    for name in ("ns_last_pid", "sem_next_id", "msg_next_id", "shm_next_id", "hostname", "domainname"):
-        path = Path("/proc/sys/kernel", name)
+    run for a while; and containers with their host names and networks."""
+    ids = ("ns_last_pid", "sem_next_id", "msg_next_id", "shm_next_id")
+    for path in (*(Path("/proc/sys/kernel", name) for name in (*ids, "hostname", "domainname")), Path("/proc/sys/net")):
         mount_over(path, path)
         subprocess.run(["/usr/bin/mount", "-o", "remount,bind,rw", str(path)], check=True)
     Path("/proc/sys/kernel/ns_last_pid").write_text(FIRST_PID.read_text())

@@ -1,0 +1,156 @@
+# Copyright: gpufleet.driver contributors
+# GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Containers of a real podman, with runc and CRIU: named as holders, stopped and started, moved and brought home.
+
+Each runs the counter in podman's own network, with its port published, and the stand-in driver's device files. Its
+image is made here; programs come from the machine's /usr, as NVIDIA's container toolkit mounts its libraries.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Fleet
+from node import Node
+from works import FIRST, HOME, NODES, SECOND
+
+IMAGE = "localhost/bare"
+# What a container's own /proc lacks here, the stand-in driver finds below /standin: it is no kernel's
+ROOT = """
+root=$(mktemp -d)
+mkdir -p $root/{usr,etc,proc,sys,dev,run,tmp,var/lib,standin/proc/driver}
+for place in bin sbin lib lib64; do ln -s usr/$place $root/$place; done
+for place in dev run; do ln -s /$place $root/standin/$place; done
+cp /etc/ld.so.preload $root/etc
+tar -C $root -c . | podman import --quiet --change 'CMD ["/usr/lib/gpufleet-lab/gpu-counter"]' - localhost/bare
+"""
+MOUNTS = ["/usr:/usr:ro", "/sys/module:/sys/module:ro", "/proc/driver:/standin/proc/driver:ro"]
+QUICK = {"settle": 1, "lock_timeout": 1, "patience": 30}
+
+
+class Box:
+    """A counter in a container, on the machine's port 8100."""
+
+    def __init__(self, name: str, node: Node, *flags: str) -> None:
+        self.name = name
+        self.home = f"/var/lib/{name}"
+        words = ["podman", "run", "--detach", "--name", name, "--publish", "8100:8100", *flags]
+        for mount in (*MOUNTS, f"{self.home}:{self.home}"):
+            words += ["--volume", mount]
+        for setting in ("NVIDIA_STANDIN_ROOT=/standin", f"STATE_DIRECTORY={self.home}", "PORT=8100", "GPU_MIB=1"):
+            words += ["--env", setting]
+        devices = "$(printf -- '--device %s ' /dev/nvidia*)"
+        self.id = node.sh(f"mkdir {self.home} && {shlex.join(words)} {devices} {IMAGE}")
+        self.wait_for(node, 2)
+
+    def declared(self) -> dict[str, Any]:
+        save = {"paths": [self.home], "progress": ["sh", "-c", f"wc -l <{self.home}/steps.log"]}
+        return {"name": self.name, "container": self.name, "save": save}
+
+    def steps(self, node: Node) -> list[int]:
+        return [int(line.split()[0]) for line in node.sh(f"cat {self.home}/steps.log").splitlines()]
+
+    def wait_for(self, node: Node, step: int) -> None:
+        """Until that step has been taken on a machine."""
+        until = f'[ "$(wc -l <{self.home}/steps.log)" -ge {step} ]'
+        node.sh(f"timeout 60 sh -c {shlex.quote(f'until {until}; do sleep 0.1; done')} 2>/dev/null")
+
+    def assert_goes_on(self, node: Node, more: int = 2) -> None:
+        """It takes steps there, as itself and in its own control group; none was lost, and none done twice."""
+        self.wait_for(node, len(self.steps(node)) + more)
+        steps = self.steps(node)
+        assert steps == list(range(1, len(steps) + 1)), "steps were lost or repeated"
+        about = json.loads(node.sh(f"podman container inspect {self.name}"))[0]
+        assert about["Id"] == self.id and about["State"]["Running"], about["State"]
+        assert self.id in node.sh(f"cat /proc/{about['State']['Pid']}/cgroup")
+        page = "import urllib.request as u; print(u.urlopen('http://localhost:8100/', timeout=10).read().decode())"
+        assert json.loads(node.sh(f'python3 -c "{page}"'))["step"] >= steps[-1]
+
+
+@pytest.fixture(scope="module")
+def machines(started: Any) -> Iterator[Fleet]:
+    for fleet in started("podman", "--podman", missing="podman"):
+        Node(fleet, HOME).sh(f"{ROOT}podman save --quiet {IMAGE} >{share(fleet)}/bare.tar")
+        for name in (FIRST, SECOND):
+            Node(fleet, name).sh(f"podman load --quiet <{share(fleet)}/bare.tar")
+        yield fleet
+
+
+@pytest.fixture
+def nodes(machines: Fleet) -> Iterator[dict[str, Node]]:
+    """The machines by name; without containers, also after the test: a new start would leave podman's network rules."""
+    nodes = {name: Node(machines, name) for name in NODES}
+    yield nodes
+    for node in nodes.values():
+        node.sh("podman rm --force --all --time 0; rm -rf /var/lib/notebook /var/lib/gpufleet")
+
+
+def share(machines: Fleet) -> Path:
+    return machines.state.parent / "share"
+
+
+def test_a_container_is_named_as_holder_and_stopped_and_started(nodes: dict[str, Node]) -> None:
+    node = nodes[HOME]
+    box = Box("notebook", node, "--restart", "on-failure")
+    holders = [one for one in node.run("module_holders_info")["holders"] if one["kind"] == "workload"]
+    assert [(one["runtime"], one["container"], one["container_name"]) for one in holders] == [
+        ("podman", box.id, "notebook")
+    ], holders
+    assert holders[0]["release"]["argv"] == ["podman", "stop", "notebook"], holders
+    assert "/dev/nvidia0" in holders[0]["devices"] and "container notebook" in holders[0]["title"], holders
+
+    undeclared = node.run("host_workloads", state="stopped", undeclared="refuse")
+    assert undeclared["failed"] and "notebook" in undeclared["msg"], undeclared
+    work = {"name": "notebook", "container": "notebook"}
+    stopped = node.run("host_workloads", state="stopped", workloads=[work], wait=20)
+    assert not stopped["failed"] and stopped["stopped"] == ["notebook"], stopped
+    assert node.run("module_holders_info")["releasable"]
+    taken = box.steps(node)
+    assert not node.run("host_workloads", state="stopped", workloads=[work], wait=20)["changed"]
+    began = node.run("host_workloads", state="started")
+    assert not began["failed"] and began["started"] == ["notebook"], began
+    box.wait_for(node, len(taken) + 1)
+    box.assert_goes_on(node)
+
+
+def test_a_container_moves_under_its_own_name_and_comes_home(nodes: dict[str, Node]) -> None:
+    """The first candidate lacks its image, then its CRIU fails, so that the second gets it. The kernel is what fails
+    there: it does not let the container have its host name."""
+    home, first, second = (nodes[name] for name in (HOME, FIRST, SECOND))
+    box = Box("notebook", home)
+
+    def move(*to: str) -> dict[str, Any]:
+        told = home.run("workload_move", workloads=[box.declared()], candidates=list(to), **QUICK)
+        assert not told["failed"], told
+        return dict(told["workloads"][0])
+
+    first.sh(f"podman rmi {IMAGE}")
+    stayed = move(FIRST)
+    assert stayed["how"] == "stayed" and stayed["reasons"][0]["reason"] == "key_mismatch:image", stayed
+    box.assert_goes_on(home)
+
+    first.sh(f"podman load --quiet <{share(first.fleet)}/bare.tar; mount -o remount,bind,ro /proc/sys/kernel/hostname")
+    moved = move(FIRST, SECOND)
+    assert (moved["how"], moved["to"]) == ("moved", SECOND), moved
+    failed = moved["reasons"][0]
+    assert failed["reason"] == "restore_failed" and "kernel/hostname: Read-only file system" in failed["observed"], (
+        failed
+    )
+    assert first.sh("podman ps --all --quiet; ls /var/lib/notebook* 2>/dev/null", check=False) == ""
+    box.assert_goes_on(second)
+    assert home.sh("podman ps --all --format '{{.Names}} {{.Exited}}'") == "notebook-moved-by-gpufleet true"
+    assert "no such container" in home.sh("podman start notebook 2>&1", check=False)
+    assert box.steps(home) == box.steps(second)[: len(box.steps(home))]
+
+    told = second.run("workload_move", state="home", candidates=[HOME], **QUICK)
+    assert told["workloads"][0]["how"] == "moved" and told["workloads"][0]["to"] == HOME, told
+    box.assert_goes_on(home)
+    assert second.sh("podman ps --all --quiet") == ""
+    for node in (home, first, second):
+        assert node.sh("ls -A /var/lib/gpufleet/store; systemctl list-timers --all --no-legend 'gpufleet*'") == ""
