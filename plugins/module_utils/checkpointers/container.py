@@ -131,13 +131,15 @@ class Podman(Service):
         return self._run(["systemctl", "is-enabled", "podman-restart.service"], timeout=_QUERY).ok
 
     def image(self) -> dict[str, Any]:
-        """What of it must be on the target: the image's id, and the host's side of its mounts and devices."""
+        """What of it must be on the target, which does not come with the save."""
         found = self.inspect() or {}
-        mounts = [one.get("Source") for one in found.get("Mounts") or () if one.get("Type") == "bind"]
+        mounts = found.get("Mounts") or ()
         return {
             "image": str(found.get("Image") or ""),
             "image_name": str(found.get("ImageName") or ""),
-            "mounts": sorted(str(one) for one in mounts if one),
+            "mounts": sorted(str(one["Source"]) for one in mounts if one.get("Type") == "bind" and one.get("Source")),
+            "volumes": sorted(str(one["Name"]) for one in mounts if one.get("Type") == "volume" and one.get("Name")),
+            "networks": sorted((found.get("NetworkSettings") or {}).get("Networks") or ()),
             "runtime": str(found.get("OCIRuntime") or ""),
         }
 
@@ -147,6 +149,10 @@ class Podman(Service):
             return f"image {wanted['image_name']} ({str(wanted['image'])[:12]}) is not here"
         if not self._saves(str(wanted["runtime"])):
             return f"{wanted['runtime']}, which ran it, is not here or cannot restore it"
+        for kind in ("volume", "network"):  # podman would make a volume that is not here, and an empty one
+            for name in wanted[f"{kind}s"]:
+                if not self.podman(kind, "exists", name).ok:
+                    return f"there is no {kind} {name} here"
         missing = [path for path in wanted["mounts"] if not (os.path.lexists(path) or below(path, paths))]
         return f"{missing[0]}, which it mounts, is not here" if missing else ""
 

@@ -27,7 +27,11 @@ PLAIN: dict[str, Any] = {
     "State": {"Running": True, "Pid": 4711, "CgroupPath": "/machine.slice/libpod-abc.scope"},
     "Config": {"Labels": None},
     "HostConfig": {"AutoRemove": False, "PidMode": "private", "RestartPolicy": {"Name": "", "MaximumRetryCount": 0}},
-    "Mounts": [{"Type": "bind", "Source": "/etc"}, {"Type": "volume", "Source": "/var/lib/containers/x"}],
+    "Mounts": [
+        {"Type": "bind", "Source": "/etc"},
+        {"Type": "volume", "Name": "data", "Source": "/var/lib/containers/x"},
+    ],
+    "NetworkSettings": {"Networks": {"podman": {}}},
 }
 
 
@@ -36,7 +40,7 @@ class Engine:
 
     def __init__(self, **containers: dict[str, Any]) -> None:
         self.containers = containers
-        self.images = {"2300903b0361aa"}
+        self.has = {"2300903b0361aa", "data", "podman"}
         self.at_boot = False
         self.saves = True
         self.broken = ""
@@ -62,8 +66,8 @@ class Engine:
                 return said(125, "", "Error: no such container, or the name is in use")
             self.containers[words[2]] = self.containers.pop(words[1])
             return said(0)
-        if words[:2] == ["image", "exists"]:
-            return said(0 if words[2] in self.images else 1)
+        if words[1] == "exists":
+            return said(0 if words[2] in self.has else 1)
         return said(0)
 
     def box(self) -> Podman:
@@ -172,7 +176,11 @@ def test_what_it_needs_must_be_on_the_target(tmp_path: Path) -> None:
     assert target.box().lacks(more, ["/nonexistent"]) == "", "it comes with the save"
     target.saves = False
     assert target.box().lacks(wanted, []) == "runc, which ran it, is not here or cannot restore it"
-    target.images = set()
+    target.saves = True
+    for lost, told in (("podman", "there is no network podman here"), ("data", "there is no volume data here")):
+        target.has.remove(lost)
+        assert target.box().lacks(wanted, []) == told
+    target.has.clear()
     assert target.box().lacks(wanted, []) == "image localhost/base:1 (2300903b0361) is not here"
 
 
