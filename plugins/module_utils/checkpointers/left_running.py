@@ -46,6 +46,9 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.engine import Engine, EngineError
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 
+_COMPARED = ("gpu_model", "driver")
+"""What a node must tell of itself, or no other would ever be found to be the same."""
+
 Answer = Callable[..., "tuple[int, str]"]
 
 
@@ -131,7 +134,17 @@ class LeftRunning(Common, Checkpointer):
                     work, "unsupported_feature:left_running", "check", observed, expected, "see docs/checkpoint.md"
                 ).reason
             )
+        key = self._key(work)
+        for name in _COMPARED:
+            if key[name] is None:
+                observed, expected = f"{name} of this node cannot be had", "what another node can be compared with"
+                reason = f"key_mismatch:{name}"
+                found.append(self._failed(work, reason, "check", observed, expected, "nvidia-smi").reason)
         return found
+
+    def _key(self, work: Work) -> dict[str, Any]:
+        node = facts.node_facts(self._observe(), self._run, self._criu, self._proc, self._sys)
+        return {**node, "backend": self.format, **dict(work.save.get("key") or {})}
 
     def capture(self, work: Work) -> Captured:
         with self._held(work) as (path, record):
@@ -189,7 +202,7 @@ class LeftRunning(Common, Checkpointer):
         engine = work.save.get("engine")
         if engine:
             self._quiesce(work, engine, path, record)
-        key = facts.node_facts(self._observe(), self._run, self._criu, self._proc, self._sys)
+        key = self._key(work)
         staged = artefact.stage(self._store, record["artefact"])
         saved = self._save(work, staged)
         return artefact.publish(
@@ -200,7 +213,7 @@ class LeftRunning(Common, Checkpointer):
                 "expires": record["at"] + float(work.save.get("keep") or 7 * 86400),
                 "workload": {"name": work.name, "wake": record.get("wake", [])},
                 "backend": {"name": self.name, "format": self.format},
-                "key": {**key, "backend": self.format, **dict(work.save.get("key") or {})},
+                "key": key,
                 "node": self._node,
                 "saved": dict(saved),
             },

@@ -22,6 +22,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
 
+KEY = {"gpu_model": "NVIDIA A100", "driver": "550.90.07"}
 URL = "https://cedana.example"
 
 
@@ -129,7 +130,7 @@ def place(tmp_path: Path) -> Place:
 
 
 def work(may_repeat: bool = True, **options: Any) -> Work:
-    return Work("llama", save={"cedana": options, "may_repeat": may_repeat, "deadline": 60})
+    return Work("llama", save={"cedana": options, "may_repeat": may_repeat, "deadline": 60, "key": KEY})
 
 
 API = {"url": URL, "token_file": "/token", "cluster": "c1"}

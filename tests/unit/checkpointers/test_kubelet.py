@@ -32,6 +32,9 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.kube
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
 
+KEY = {"gpu_model": "NVIDIA A100", "driver": "550.90.07"}
+"""What the node says of itself; there is none here."""
+
 
 class Server:
     """POST /checkpoint/NAMESPACE/POD/CONTAINER, as kubernetes.io documents it."""
@@ -107,7 +110,7 @@ class Node:
             "namespace": "ml", "pod": "llama", "container": "engine", "url": kubelet.url, "ca": str(kubelet.ca),
             "token_file": str(tmp_path / "token"), "folder": str(kubelet.folder), "runtime": "containerd://2.1.9",
         }  # fmt: skip
-        self.work = Work("llama", save={"kubelet": options, "may_repeat": True, "deadline": 60})
+        self.work = Work("llama", save={"kubelet": options, "may_repeat": True, "deadline": 60, "key": KEY})
 
     def but(self, **options: Any) -> Work:
         return replace(self.work, save={**self.work.save, "kubelet": {**self.work.save["kubelet"], **options}})
@@ -267,3 +270,11 @@ def test_an_image_holds_an_archive_of_any_size(tmp_path: Path) -> None:
         sizes = {entry.name: entry.size for entry in image}
     assert sizes[f"blobs/sha256/{hashlib.sha256(archive.read_bytes()).hexdigest()}"] == 3_000_001
     assert (tmp_path / "image").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("unknown", ["gpu_model", "driver"])
+def test_what_no_other_node_could_be_compared_with_is_not_saved(node: Node, kubelet: Server, unknown: str) -> None:
+    work = replace(node.work, save={**node.work.save, "key": {**KEY, unknown: None}})
+    with pytest.raises(CheckpointError, match=f"key_mismatch:{unknown}.*{unknown} of this node cannot be had"):
+        node.backend().capture(work)
+    assert kubelet.asked == []
