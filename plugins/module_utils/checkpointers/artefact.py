@@ -366,16 +366,24 @@ def verify(store: str | Path, artefact: str, workers: int = 0) -> list[str]:
 
 
 def remove(store: str | Path, artefact: str) -> bool:
-    """Remove an artefact, its manifest first, so that what a crash leaves is a leftover. False if there is none."""
+    """Remove an artefact, its name first, so that what a crash leaves is a leftover. False if there is none."""
     directory = place(store, artefact)
     staged = directory.with_name(f"{STAGED}{artefact}")
     there = directory.exists() or staged.exists()
-    (directory / MANIFEST).unlink(missing_ok=True)
-    for path in (directory, staged):
-        shutil.rmtree(path, ignore_errors=True)
-        if path.exists():
-            raise ArtefactError(f"cannot remove {path}; see what holds it: lsof +D {path}")
+    if directory.exists():
+        _clear(staged)
+        try:
+            directory.rename(staged)
+        except OSError as exc:
+            raise ArtefactError(f"cannot remove {directory}: {exc.strerror}") from exc
+    _clear(staged)
     return there
+
+
+def _clear(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        raise ArtefactError(f"cannot remove {directory}; see what holds it: lsof +D {directory}")
 
 
 def listing(store: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -395,18 +403,16 @@ def listing(store: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def leftovers(store: str | Path, now: float) -> list[str]:
-    """Names of what was begun in a store more than a day ago and never became an artefact."""
-    places = [Path(store, name) for name in listing(store)[1]]
-    return [place.name for place in places if now - place.stat().st_mtime > LEFTOVER_SECONDS]
+    """Names of what was begun in a store more than a day ago and never became an artefact, or was not wholly removed.
+    Whatever else is there is somebody else's."""
+    begun = [path for path in Path(store).glob(f"{STAGED}*") if _ID.fullmatch(path.name[len(STAGED) :])]
+    old = [path for path in begun if path.is_dir() and now - path.stat().st_mtime > LEFTOVER_SECONDS]
+    return sorted(path.name for path in old)
 
 
-def remove_any(store: str | Path, name: str) -> None:
-    """Remove an artefact or a leftover by its name; :raises ArtefactError: if it cannot be."""
-    with contextlib.suppress(FileNotFoundError):
-        (Path(store, name) / MANIFEST).unlink()
-    shutil.rmtree(Path(store, name), ignore_errors=True)
-    if Path(store, name).exists():
-        raise ArtefactError(f"cannot remove {Path(store, name)}; see what holds it: lsof +D {Path(store, name)}")
+def remove_leftover(store: str | Path, name: str) -> None:
+    """:raises ArtefactError: if it cannot be removed."""
+    _clear(Path(store, name))
 
 
 def free_bytes(path: str | Path) -> int:

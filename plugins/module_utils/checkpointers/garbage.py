@@ -91,11 +91,13 @@ def collect(
             kept[name] = f"the record of {', '.join(unknown)} is damaged, so it may be waited for"
         else:
             removed.append(name)
-    if not shared:
-        removed += artefact.leftovers(store, now)
-    for name in [] if check else removed:
-        artefact.remove_any(store, name)
-    return removed, kept
+    begun = [] if shared else artefact.leftovers(store, now)
+    if not check:
+        for name in removed:
+            artefact.remove(store, name)
+        for name in begun:
+            artefact.remove_leftover(store, name)
+    return removed + begun, kept
 
 
 def _expired(manifests: Sequence[Mapping[str, Any]], now: float) -> list[Mapping[str, Any]]:

@@ -1,23 +1,29 @@
 # Copyright: gpufleet.driver contributors
 # GNU General Public License v3.0 or later (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
+# ruff: noqa: PTH115, PTH116, PTH118, PTH207 - glob of the standard library endures files that vanish; links of /proc
 """Ask an application to save itself, and prove that it did: a signal that was sent is no save.
 
 The only kind of save that survives another driver, so the work may come back on a node that is already upgraded, or on
 its own. Saving and starting again are the application's; the proof is ours: something under ``proof`` is newer than the
-request, not empty, complete (it no longer grows), and passes the owner's own check.
+request and differs from what was there, is not empty, is complete (it no longer grows, and nobody here has it open for
+writing), and passes the owner's own check.
 
 Private to this collection: may change in any release.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import hashlib
+import os
 import signal
+import stat
 import time
 import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.urls import ConnectionError as UrlError
@@ -42,34 +48,56 @@ _STEADY = 1.0
 """Seconds over which a save must not change to count as complete."""
 
 
+_COMPARED = 200
+"""Saves from before the request, the newest ones, whose contents a new one must differ from."""
+_SAMPLES, _SAMPLE = 16, 4096
+
+
 @dataclass(frozen=True)
 class Save:
-    """The newest file under a pattern: its path, modification time (nanoseconds) and bytes."""
+    """A file under a pattern: its path, modification time (nanoseconds), bytes and inode."""
 
     path: str
     mtime_ns: int
     size: int
+    inode: int
 
 
-def newest(pattern: str) -> Save | None:
-    """The newest non-empty regular file that matches a glob pattern (of absolute paths); a match that is a directory
-    stands for the newest file below it."""
-    root = Path(pattern)
-    parts = [index for index, part in enumerate(root.parts) if any(sign in part for sign in "*?[")]
-    matches = [root]
-    if parts:
-        base = Path(*root.parts[: parts[0]])
-        matches = list(base.glob(str(Path(*root.parts[parts[0] :]))))
-    best: Save | None = None
-    for match in matches:
-        for path in match.rglob("*") if match.is_dir() else (match,):
-            try:
-                about = path.stat()
-            except OSError:
-                continue
-            if path.is_file() and about.st_size and (best is None or about.st_mtime_ns > best.mtime_ns):
-                best = Save(str(path), about.st_mtime_ns, about.st_size)
-    return best
+def saves(pattern: str) -> list[Save]:
+    """The non-empty regular files that match a glob pattern (of absolute paths), the newest first; a match that is a
+    directory stands for all files below it. Files may come and go meanwhile."""
+    found = []
+    for match in glob.glob(pattern) or [pattern]:
+        below = [os.path.join(folder, name) for folder, dummy, names in os.walk(match) for name in names]
+        for path in below or [match]:
+            with contextlib.suppress(OSError):
+                about = os.stat(path)
+                if stat.S_ISREG(about.st_mode) and about.st_size:
+                    found.append(Save(path, about.st_mtime_ns, about.st_size, about.st_ino))
+    return sorted(found, key=lambda one: one.mtime_ns, reverse=True)
+
+
+def contents(save: Save) -> str:
+    """What tells the contents of one file from those of another: its size, and samples of it; empty if it is gone."""
+    digest = hashlib.sha256(str(save.size).encode())
+    try:
+        with open(save.path, "rb") as stream:
+            for index in range(_SAMPLES):
+                stream.seek(max(0, save.size - _SAMPLE) * index // (_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE))
+    except OSError:
+        return ""
+    return digest.hexdigest()
+
+
+def writers(path: str, proc: str = "/proc") -> list[int]:
+    """PIDs of the processes of this machine that have a file open for writing."""
+    found = []
+    for link in glob.glob(f"{proc}/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == path and os.lstat(link).st_mode & stat.S_IWUSR:
+                found.append(int(link.split("/")[-3]))
+    return sorted(set(found))
 
 
 class Hook(Checkpointer):
@@ -122,8 +150,8 @@ class Hook(Checkpointer):
         return [self._reason(work, "policy", "check", wrong, expected, "see docs/checkpoint.md")]
 
     def estimate(self, work: Work) -> Estimate:
-        last = newest(str(work.save.get("proof") or "/nonexistent"))
-        return Estimate(last.size if last else 0, 0, 0.0)
+        last = saves(str(work.save.get("proof") or "/nonexistent"))
+        return Estimate(last[0].size if last else 0, 0, 0.0)
 
     def capture(self, work: Work) -> Captured:
         """:raises CheckpointError: if no new save is proven in time; the work runs on in any case."""
@@ -131,12 +159,20 @@ class Hook(Checkpointer):
         if refused:
             raise CheckpointError(refused[0])
         pattern = str(work.save["proof"])
-        before = newest(pattern)
+        before = saves(pattern)
+        known = {contents(one) for one in before[:_COMPARED]}
+        ran = self._starts(work)
         asked = self._now_ns()
         began = self._monotonic()
         deadline = began + float(work.save.get("deadline", 300))
         self._ask(work)
-        found = self._wait(work, pattern, before, asked, deadline)
+        found = self._wait(work, pattern, before, known, asked, deadline)
+        now = self._starts(work)
+        if now != ran and now[0] != "inactive":  # it may end after its save
+            observed = f"{work.unit} is {now[0]} and was started {now[1] or '0'} times anew, it was {ran[0]} ({ran[1]})"
+            raise self._failed(
+                work, "checkpoint_failed", "proof", observed, "work that survives", f"journalctl -u {work.unit}"
+            )
         if work.save.get("check"):
             argv = [*work.save["check"], found.path]
             done = self._run(argv, timeout=max(1.0, deadline - self._monotonic()))
@@ -153,7 +189,7 @@ class Hook(Checkpointer):
             evidence={
                 "path": found.path,
                 "saved_after_request": round((found.mtime_ns - asked) / 1e9, 3),
-                "before": before.path if before else None,
+                "before": before[0].path if before else None,
             },
         )
 
@@ -179,19 +215,45 @@ class Hook(Checkpointer):
                     work, "checkpoint_failed", "request", trouble, "a status below 300", f"curl -X POST {save['http']}"
                 )
 
-    def _wait(self, work: Work, pattern: str, before: Save | None, asked: int, deadline: float) -> Save:
+    def _starts(self, work: Work) -> tuple[str, str]:
+        """State of the unit, and how often systemd has started it anew; what a crash of the work changes."""
+        if not work.unit:
+            return "", ""
+        argv = ["systemctl", "show", "--property=ActiveState,NRestarts", "--", unit_name(work.unit)]
+        shown = dict(line.split("=", 1) for line in self._run(argv, timeout=_QUERY).stdout.splitlines() if "=" in line)
+        return shown.get("ActiveState", ""), shown.get("NRestarts", "")
+
+    def _wait(
+        self, work: Work, pattern: str, before: Sequence[Save], known: set[str], asked: int, deadline: float
+    ) -> Save:
+        """The newest file that was not there before, has other contents than what was, and is complete.
+
+        Its time need not be after the request, as a file server's clock may be behind; nor may it be older than what
+        was there, as an old save that is put back is.
+        """
+        earliest = min(asked, before[0].mtime_ns) if before else 0
+        observed = (
+            f"the newest save is {before[0].path}, from before the request" if before else "there is no save at all"
+        )
         while True:
-            found = newest(pattern)
-            if found and found.mtime_ns > asked and found != before:
+            later = [one for one in saves(pattern) if one not in before and one.mtime_ns >= earliest]
+            found = next((one for one in later if contents(one) not in known), None)
+            if found:
                 self._sleep(_STEADY)
-                if newest(pattern) == found:
+                whole = found in saves(pattern)
+                busy = writers(found.path) if whole and not work.save.get("check") else []
+                if whole and not busy:
                     return found
+                observed = f"{found.path} keeps changing"
+                if busy:
+                    observed = f"PID {busy[0]} still has {found.path} open for writing"
+            elif later:
+                observed = f"{later[0].path} has the contents of a save from before the request"
+                self._sleep(0.2)
             elif self._monotonic() < deadline:
                 self._sleep(0.2)
             if self._monotonic() >= deadline:
                 break
-        old = f"the newest save is {before.path}, from before the request" if before else "there is no save at all"
-        observed = f"{found.path} keeps changing" if found and found.mtime_ns > asked else old
         raise self._failed(
             work, "checkpoint_failed", "proof", observed, f"a new save under {pattern}", f"ls -lt {pattern}"
         )

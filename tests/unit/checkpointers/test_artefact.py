@@ -160,7 +160,7 @@ def test_another_artefact_of_the_same_name_is_not_taken_for_it(tmp_path: Path) -
         artefact.receive(tmp_path / "there", published(tmp_path / "here"))
 
 
-def test_removal_begins_with_the_manifest(tmp_path: Path) -> None:
+def test_what_is_removed_is_gone(tmp_path: Path) -> None:
     published(tmp_path)
     assert artefact.remove(tmp_path, ID)
     assert not artefact.remove(tmp_path, ID)

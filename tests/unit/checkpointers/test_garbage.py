@@ -105,11 +105,36 @@ def test_in_a_shared_store_each_removes_only_its_own(tmp_path: Path, store: Path
 
 
 def test_what_was_never_finished_goes_after_a_day(tmp_path: Path, store: Path) -> None:
-    for name, age in ((".stage-a", 90000), (".stage-b", 1000), ("c", 90000)):
+    for name, age in ((".stage-a", 90000), (".stage-b", 1000)):
         (store / name / "images").mkdir(parents=True)
         os.utime(store / name, (NOW - age, NOW - age))
-    assert sorted(collect(tmp_path)[0]) == [".stage-a", "c"]
+    assert collect(tmp_path)[0] == [".stage-a"]
     assert there(store) == [".stage-b"]
+
+
+def test_what_is_not_ours_stays(tmp_path: Path, store: Path) -> None:
+    """A store may be a directory that has other things, too."""
+    save(store, "old")
+    for name in ("photos", ".stage", ".ssh"):
+        (store / name).mkdir()
+        (store / name / "file").write_text("precious")
+        os.utime(store / name, (0, 0))
+    (store / "manifest.json").write_text("{}")
+    assert collect(tmp_path) == (["old"], {})
+    assert there(store) == [".ssh", ".stage", "manifest.json", "photos"]
+
+
+def test_a_removal_that_was_cut_off_is_carried_out(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, "old")
+    monkeypatch.setattr(artefact, "_clear", lambda dummy: None)
+    collect(tmp_path)
+    monkeypatch.undo()
+    assert there(store) == [".stage-old"]
+    os.utime(store / ".stage-old", (0, 0))
+    assert collect(tmp_path) == ([".stage-old"], {})
+    assert there(store) == []
 
 
 def test_a_store_that_is_not_there_is_empty(tmp_path: Path) -> None:

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import CheckpointError, Work
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.hook import Hook, newest
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.hook import Hook, saves
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
 
 
@@ -26,8 +27,12 @@ class World:
         self.rc = rc
         self.asked: list[list[str]] = []
         self.later: list[Callable[[World], None]] = []
+        self.state, self.restarts = "active", 0
+        self.open: list[IO[bytes]] = []
 
     def run(self, argv: Sequence[str], **dummy: Any) -> Completed:
+        if argv[1:2] == ["show"]:
+            return Completed(tuple(argv), 0, f"ActiveState={self.state}\nNRestarts={self.restarts}\n", "", 0.1)
         self.asked.append(list(argv))
         if argv[0] != "check":
             self.react(self)
@@ -56,7 +61,7 @@ class World:
 
 def saved(path: Path, at: float, size: int = 3) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"x" * size)
+    path.write_bytes(f"{at}".encode()[:size].ljust(size, b"x"))
     os.utime(path, (at, at))
 
 
@@ -93,6 +98,22 @@ def growing(tmp_path: Path) -> Callable[[World], None]:
     return grow
 
 
+def copied(old: Path, new: Path) -> None:
+    new.write_bytes(old.read_bytes())
+    os.utime(new, (2000, 2000))
+
+
+def paused(path: Path, at: float) -> IO[bytes]:
+    """A save whose writer has stopped in the middle."""
+    saved(path, at + 1)
+    return path.open("r+b")
+
+
+def died(world: World, path: Path, state: str, restarts: int) -> None:
+    saved(path, world.seconds + 1)
+    world.state, world.restarts = state, restarts
+
+
 FAILURES: dict[str, tuple[Callable[[Path], Callable[[World], None]], str]] = {
     "nothing-is-saved": (lambda dummy: lambda world: None, "from before the request"),
     "an-empty-file": (
@@ -101,6 +122,26 @@ FAILURES: dict[str, tuple[Callable[[Path], Callable[[World], None]], str]] = {
     ),
     "an-old-file-appears": (lambda path: lambda world: saved(path / "saves/step-0", 400), "from before the request"),
     "it-never-stops-growing": (growing, "keeps changing"),
+    "an-old-save-is-touched": (
+        lambda path: lambda world: os.utime(path / "saves/step-1", (world.seconds + 1, world.seconds + 1)),
+        "contents of a save from before the request",
+    ),
+    "an-old-save-is-copied": (
+        lambda path: lambda world: copied(path / "saves/step-1", path / "saves/step-2"),
+        "contents of a save from before the request",
+    ),
+    "its-writer-pauses": (
+        lambda path: lambda world: world.open.append(paused(path / "saves/step-2", world.seconds)),
+        "open for writing",
+    ),
+    "it-dies-of-the-request": (
+        lambda path: lambda world: died(world, path / "saves/step-2", "failed", 0),
+        "trainer.service is failed",
+    ),
+    "it-was-started-anew": (
+        lambda path: lambda world: died(world, path / "saves/step-2", "active", 1),
+        "started 1 times anew",
+    ),
 }
 
 
@@ -110,6 +151,8 @@ def test_no_new_save_is_no_save(tmp_path: Path, react: Callable[[Path], Callable
     world = World(react(tmp_path))
     with pytest.raises(CheckpointError, match=said) as caught:
         world.hook().capture(work(tmp_path, command=["save"]))
+    for stream in world.open:
+        stream.close()
     assert (caught.value.reason.reason, caught.value.reason.source) == ("checkpoint_failed", "running")
     assert world.seconds < 1040
 
@@ -135,11 +178,36 @@ def test_a_declaration_that_cannot_work_is_refused(tmp_path: Path, save: dict[st
     assert reason.reason == "policy"
 
 
-def test_newest_follows_patterns_and_directories(tmp_path: Path) -> None:
+CLOCKS = {"the-file-server-is-behind": (500, 900), "an-old-file-is-from-the-future": (9000, 1001)}
+
+
+@pytest.mark.parametrize(("old", "new"), CLOCKS.values(), ids=CLOCKS)
+def test_a_new_save_is_believed_by_any_clock(tmp_path: Path, old: float, new: float) -> None:
+    saved(tmp_path / "saves/step-1", old)
+    world = World(lambda dummy: saved(tmp_path / "saves/step-2", new))
+    assert world.hook().capture(work(tmp_path, command=["save"])).artefact == str(tmp_path / "saves/step-2")
+
+
+def test_old_saves_may_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applications keep the last few saves, and remove the others."""
+    for step in range(3):
+        saved(tmp_path / f"saves/step-{step}/model", 500 + step)
+
+    def scan(path: str, real: Callable[..., Any] = os.scandir) -> Any:
+        if str(path).endswith("step-0"):
+            shutil.rmtree(path, ignore_errors=True)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert [Path(one.path).parent.name for one in saves(str(tmp_path / "saves"))] == ["step-2", "step-1"]
+
+
+def test_the_newest_follows_patterns_and_directories(tmp_path: Path) -> None:
     saved(tmp_path / "run-1/a", 10)
     saved(tmp_path / "run-2/deep/b", 20)
     saved(tmp_path / "other/c", 30)
-    found = newest(str(tmp_path / "run-*"))
-    assert found
-    assert found.path == str(tmp_path / "run-2/deep/b")
-    assert newest(str(tmp_path / "none-*")) is None
+    assert [one.path for one in saves(str(tmp_path / "run-*"))] == [
+        str(tmp_path / "run-2/deep/b"),
+        str(tmp_path / "run-1/a"),
+    ]
+    assert saves(str(tmp_path / "none-*")) == []
