@@ -197,6 +197,20 @@ class Bins:
         self.sizes[number] -= len(group.nodes)
         self.used[number].subtract(group.uses)
 
+    def rotate(self, number: int, to: int) -> bool:
+        """Put a batch where ``to`` is, and those in between one place nearer to where it was; nothing, and False, if
+        one of them would be too large for its new number."""
+        low, high = sorted((number, to))
+        order = list(range(low, high + 1))
+        order.insert(to - low, order.pop(number - low))
+        if any(self.sizes[old] > self.limit(low + place) for place, old in enumerate(order)):
+            return False
+        for part in (self.batches, self.sizes, self.used):
+            part[low : high + 1] = [part[old] for old in order]
+        for place in range(low, high + 1):
+            self.where.update(dict.fromkeys(self.batches[place], place))
+        return True
+
     def put(self, group: Group, order: Iterable[int]) -> int:
         """Add to the first bin of ``order`` that admits the group, else to a new one at the end.
 

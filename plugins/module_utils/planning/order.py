@@ -16,13 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import ceil, inf
 from typing import Callable
 
 from .bins import Bins, Group, Use, early_cost, exceeded, grouped, out_already, use_limits
 from .model import Model, is_due, out_of_service
 from .policy import BadPolicy, most_down
-from .schedule import Hint, Played, play
+from .schedule import WAIT, Hint, Played, play
 from .search import EFFORT, SMALL, Best, Search
 
 _FEW = 3
@@ -31,7 +32,7 @@ _FEW = 3
 _WORTHWHILE = 20
 _WORK = 20000
 """Trials without which a search is not begun: it may look at ``_WORK`` nodes and workloads in all."""
-_LONGER = 4
+_LONGER = 6
 """How many times longer the search goes on from the best that was found from any beginning."""
 
 
@@ -228,11 +229,14 @@ def arrange(model: Model, absent: frozenset[int] = frozenset()) -> Arrangement:
     effort = _effort(model, absent)
     small = sum(len(group.nodes) for group in groups) <= SMALL
     search = Search(model, first, absent)
-    for fill in _FILLS if effort else _FILLS[:1]:
-        bins = _filled(model, groups, first, uses, fill)
-        search.climb(bins, {}, effort, kicks=1 if small else 0)
+    beginnings: list[dict[int, Hint]] = [{}]
     if small:
-        search.go_on(bins, _LONGER * effort, kicks=40)
+        beginnings.append({i: WAIT for i, item in enumerate(model.items) if item.waitable and item.end < inf})
+    for fill, hints in product(_FILLS if effort else _FILLS[:1], beginnings):
+        bins = _filled(model, groups, first, uses, fill)
+        search.climb(bins, dict(hints), effort)
+    if small:
+        search.go_on(bins, _LONGER * effort)
     return _arrangement(bins, search.best, absent)
 
 
@@ -262,7 +266,7 @@ def extended(model: Model, earlier: Arrangement, absent: frozenset[int]) -> Arra
     unused = (earlier.unused - absent) | {node for group in more for node in group.nodes}
     begin = Best(bins.contents(), dict(earlier.hints), play(model, bins.nodes(), unused | absent, earlier.hints))
     search = Search(model, first, absent, begin)
-    search.go_on(bins, _effort(model, absent), kicks=10)
+    search.go_on(bins, _effort(model, absent))
     return _arrangement(bins, search.best, (unused if search.best is begin else frozenset()) | absent)
 
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import exp, inf
 from typing import Callable, NamedTuple, Union
 
 from .bins import Bins, Group
@@ -25,6 +25,9 @@ SMALL = 10
 
 EFFORT = 200
 """Trials that a search makes at most."""
+
+_HOT, _COLD = 0.1, 0.002
+"""By which share of the least loss a change for the worse is likely taken, in the beginning and in the end."""
 
 
 class _Swap(NamedTuple):
@@ -41,6 +44,13 @@ class _Shift(NamedTuple):
     to: int
 
 
+class _Turn(NamedTuple):
+    """A whole batch has its turn at another place; those in between close the gap."""
+
+    batch: int
+    to: int
+
+
 class _Advice(NamedTuple):
     """An item is hinted at a fate, or no longer if it was."""
 
@@ -48,7 +58,7 @@ class _Advice(NamedTuple):
     hint: str
 
 
-_Change = Union[_Swap, _Shift, _Advice]
+_Change = Union[_Swap, _Shift, _Turn, _Advice]
 _Undo = Callable[[], None]
 _Key = tuple[float, float]
 _Moves = Sequence[tuple[int, Group, int]]
@@ -84,45 +94,54 @@ class Search:
             raise BadPolicy("no batches can be formed under these limits")
         return self._best
 
-    def go_on(self, bins: Bins, effort: int, kicks: int) -> None:
-        """Climb from the best."""
+    def go_on(self, bins: Bins, effort: int) -> None:
+        """Go on from the best, in ``effort`` different trials at most, and in small fleets in as many at random before."""
+        if effort and len(self.model.moving) <= SMALL:
+            self._anneal(bins, _Trials(self.model, self.unused, effort))
         bins.refill(self.best.contents)
-        self.climb(bins, dict(self.best.hints), effort, kicks)
+        self.climb(bins, dict(self.best.hints), effort)
 
-    def climb(self, bins: Bins, hints: dict[int, Hint], effort: int, kicks: int) -> None:
-        """Change ``bins`` and ``hints`` in place while that loses less, in ``effort`` different trials at most.
-
-        Where no single change helps, two are made at random and the climb goes on from there, ``kicks`` times.
-        """
+    def climb(self, bins: Bins, hints: dict[int, Hint], effort: int) -> None:
+        """Change ``bins`` and ``hints`` in place while that loses less, in ``effort`` different trials at most."""
         if effort:
-            self._climb(bins, hints, _Trials(self.model, self.unused, effort), kicks)
+            self._descend(bins, hints, _Trials(self.model, self.unused, effort))
+        self._remember(bins, hints)
+
+    def _remember(self, bins: Bins, hints: dict[int, Hint]) -> None:
         played = play(self.model, bins.nodes(), self.unused, hints)
         if self._best is None or _key(played) < _key(self._best.played):
-            self._best = Best(bins.contents(), hints, played)
+            self._best = Best(bins.contents(), dict(hints), played)
 
     @cached_property
     def _advice(self) -> list[_Advice]:
         return _advice(self.model)
 
-    def _climb(self, bins: Bins, hints: dict[int, Hint], trials: _Trials, kicks: int) -> None:
+    def _anneal(self, bins: Bins, trials: _Trials) -> None:
+        """Change the best at random, also for the worse, but ever less so: some plans are better only in several steps,
+        as to wait for one node delays another until its work has ended."""
         dice = random.Random(1)  # noqa: S311 - any fixed sequence will do, and the same input must give the same plan
-        best = self._descend(bins, hints, trials, dice)
-        for dummy in range(kicks):
-            if trials.spent:
-                break
-            kept, kept_hints = bins.contents(), dict(hints)
+        bins.refill(self.best.contents)
+        hints = dict(self.best.hints)
+        here = best = trials.key(bins, hints)
+        changes = self._changes(bins)
+        steps = trials.effort * 3 // 2
+        for step in range(steps if changes else 0):
+            undo = _do(bins, hints, dice.choice(changes))
+            if undo is None:
+                continue
+            key = trials.key(bins, hints)
+            worse = (key[0] - here[0]) / max(best[0], 1.0)
+            if worse > 0 and dice.random() >= exp(-worse / (_HOT * (_COLD / _HOT) ** (step / steps))):
+                undo()
+                continue
+            here = key
             changes = self._changes(bins)
-            for change in dice.sample(changes, min(2, len(changes))):
-                _do(bins, hints, change)
-            key = self._descend(bins, hints, trials, dice)
             if key < best:
                 best = key
-            else:
-                bins.refill(kept)
-                hints.clear()
-                hints.update(kept_hints)
+                self._remember(bins, hints)
 
-    def _descend(self, bins: Bins, hints: dict[int, Hint], trials: _Trials, dice: random.Random) -> _Key:
+    def _descend(self, bins: Bins, hints: dict[int, Hint], trials: _Trials) -> None:
+        dice = random.Random(1)  # noqa: S311 - any fixed sequence will do, and the same input must give the same plan
         best = trials.key(bins, hints)
         improved = True
         while improved:
@@ -131,7 +150,7 @@ class Search:
             dice.shuffle(changes)
             for change in changes:
                 if trials.spent:
-                    return best
+                    return
                 undo = _do(bins, hints, change)
                 if undo is None:
                     continue
@@ -140,7 +159,6 @@ class Search:
                     best, improved = key, True
                 else:
                     undo()
-        return best
 
     def _changes(self, bins: Bins) -> list[_Change]:
         """Every swap and shift that could matter, and every hint. In small fleets without a named reserve, groups whose
@@ -157,6 +175,12 @@ class Search:
                 _Swap(one, other) for other in free[place + 1 :] if one.items or other.items or one.free != other.free
             ]
             found += [_Shift(one, number) for number in range(int(bins.first), len(bins.batches))]
+        movable = [
+            number
+            for number in range(int(bins.first), len(bins.batches))
+            if not any(group in self._fixed or group.nodes[0] in self._fixed_nodes for group in bins.batches[number])
+        ]
+        found += [_Turn(one, other) for one in movable for other in movable if abs(one - other) > 1]
         if len(self.model.moving) <= SMALL and not self._fixed_nodes and bins.batches and bins.batches[-1]:
             found += [_Shift(one, len(bins.batches)) for one in free if one.late]
         return found
@@ -168,12 +192,12 @@ class _Trials:
     def __init__(self, model: Model, unused: frozenset[int], effort: int) -> None:
         self._model = model
         self._unused = unused
-        self._effort = effort
+        self.effort = effort
         self._known: dict[object, _Key] = {}
 
     @property
     def spent(self) -> bool:
-        return len(self._known) >= self._effort
+        return len(self._known) >= self.effort
 
     def key(self, bins: Bins, hints: dict[int, Hint]) -> _Key:
         batches = bins.nodes()
@@ -210,12 +234,25 @@ def _do(bins: Bins, hints: dict[int, Hint], change: _Change) -> _Undo | None:
         if to == len(bins.batches):
             bins.append()
         return _moved(bins, ((here, group, -1), (to, group, 1)))
+    if isinstance(change, _Turn):
+        return _turned(bins, change.batch, change.to)
     one, other = change
     i, j = bins.where[one], bins.where[other]
     alike = len(one.nodes) == len(other.nodes) and one.classes == other.classes
     if i == j or (min(i, j) < start and not alike):
         return None
     return _moved(bins, ((i, one, -1), (j, other, -1), (i, other, 1), (j, one, 1)))
+
+
+def _turned(bins: Bins, batch: int, to: int) -> _Undo | None:
+    """One batch is put where another is; None if a batch is then larger than one of its number may be."""
+    if max(batch, to) >= len(bins.batches) or not bins.rotate(batch, to):
+        return None
+
+    def undo() -> None:
+        bins.rotate(to, batch)
+
+    return undo
 
 
 def _hint(hints: dict[int, Hint], advice: _Advice) -> _Undo:
