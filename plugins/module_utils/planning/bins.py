@@ -205,8 +205,9 @@ class Bins:
         order.insert(to - low, order.pop(number - low))
         if any(self.sizes[old] > self.limit(low + place) for place, old in enumerate(order)):
             return False
-        for part in (self.batches, self.sizes, self.used):
-            part[low : high + 1] = [part[old] for old in order]
+        self.batches[low : high + 1] = [self.batches[old] for old in order]
+        self.sizes[low : high + 1] = [self.sizes[old] for old in order]
+        self.used[low : high + 1] = [self.used[old] for old in order]
         for place in range(low, high + 1):
             self.where.update(dict.fromkeys(self.batches[place], place))
         return True

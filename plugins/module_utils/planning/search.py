@@ -95,7 +95,7 @@ class Search:
         return self._best
 
     def go_on(self, bins: Bins, effort: int) -> None:
-        """Go on from the best, in ``effort`` different trials at most, and in small fleets in as many at random before."""
+        """Go on from the best, in ``effort`` different trials at most; in small fleets as many at random before."""
         if effort and len(self.model.moving) <= SMALL:
             self._anneal(bins, _Trials(self.model, self.unused, effort))
         bins.refill(self.best.contents)
@@ -161,8 +161,8 @@ class Search:
                     undo()
 
     def _changes(self, bins: Bins) -> list[_Change]:
-        """Every swap and shift that could matter, and every hint. In small fleets without a named reserve, groups whose
-        work ends may have a batch after all others."""
+        """Every swap and shift that could matter, and every hint; in small fleets also other turns of batches, and
+        without a named reserve groups whose work ends may have a batch after all others."""
         free = [
             group
             for batch in bins.batches
@@ -175,13 +175,15 @@ class Search:
                 _Swap(one, other) for other in free[place + 1 :] if one.items or other.items or one.free != other.free
             ]
             found += [_Shift(one, number) for number in range(int(bins.first), len(bins.batches))]
-        movable = [
+        if len(self.model.moving) > SMALL:
+            return found
+        turns = [
             number
             for number in range(int(bins.first), len(bins.batches))
             if not any(group in self._fixed or group.nodes[0] in self._fixed_nodes for group in bins.batches[number])
         ]
-        found += [_Turn(one, other) for one in movable for other in movable if abs(one - other) > 1]
-        if len(self.model.moving) <= SMALL and not self._fixed_nodes and bins.batches and bins.batches[-1]:
+        found += [_Turn(one, other) for one in turns for other in turns if abs(one - other) > 1]
+        if not self._fixed_nodes and bins.batches and bins.batches[-1]:
             found += [_Shift(one, len(bins.batches)) for one in free if one.late]
         return found
 
