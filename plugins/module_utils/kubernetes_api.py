@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -50,8 +51,12 @@ _CONFIG_SECONDS = 60.0
 
 _HINTS = {
     401: "; the token or certificate in the kubeconfig is wrong or has expired, see: kubectl auth whoami",
-    403: "; give this account the rights in docs/kubernetes-rbac.yml",
 }
+_RIGHTS_HINT = "; give this account the rights in docs/kubernetes-rbac.yml"
+_LACKS_RIGHT = re.compile(r"cannot \w+ resource ")
+"""What the API server says of a right that is missing; rules of admission refuse with the same status."""
+
+_SHOWN = 500
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -74,13 +79,18 @@ class Answer:
     @property
     def message(self) -> str:
         said = self.body.get("message") if isinstance(self.body, dict) else None
-        return f"{self.status} {said or self.body or 'without a word'}"
+        return f"{self.status} {shown(str(said or self.body or 'without a word'))}"
+
+    @property
+    def lacks_right(self) -> bool:
+        """Whether the account may not do it; a refusal by a rule of admission is another thing."""
+        return self.status == 401 or (self.status == 403 and _LACKS_RIGHT.search(self.message) is not None)
 
     @property
     def causes(self) -> list[str]:
         """The messages of the causes in a Status object."""
         details = self.body.get("details") if isinstance(self.body, dict) else None
-        return [str(cause.get("message", "")) for cause in (details or {}).get("causes") or ()]
+        return [shown(str(cause.get("message", ""))) for cause in (details or {}).get("causes") or ()]
 
 
 class ClusterError(Exception):
@@ -92,7 +102,8 @@ class ApiError(ClusterError):
 
     def __init__(self, method: str, path: str, answer: Answer) -> None:
         super().__init__(
-            f"the API server answered {method} {path} with {answer.message}{_HINTS.get(answer.status, '')}"
+            f"the API server answered {method} {path} with {answer.message}"
+            + (_HINTS.get(answer.status, _RIGHTS_HINT) if answer.lacks_right else "")
         )
         self.answer = answer
 
@@ -237,6 +248,12 @@ class Api:
             return [function(one) for one in these]
         with ThreadPoolExecutor(max_workers=min(self._workers, len(these))) as pool:
             return list(pool.map(function, these))
+
+
+def shown(text: str) -> str:
+    """What others have written in a cluster, on one line and of a length fit to be shown."""
+    line = "".join(each if each.isprintable() else "?" for each in text[: _SHOWN + 1])
+    return line if len(text) <= _SHOWN else f"{line[:_SHOWN]}…"
 
 
 def object_path(group: str, resource: str, name: str = "", namespace: str = "", sub: str = "") -> str:

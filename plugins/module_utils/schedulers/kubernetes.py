@@ -28,6 +28,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api imp
     ApiError,
     ClusterError,
     change_node,
+    shown,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (
@@ -153,7 +154,8 @@ class Kubernetes(Scheduler):
                 left = f"{name} was taken out of service by {who}; it will be left so"
                 result[:] = [NodeResult(before, before, msg=left)]
                 return None
-            result[:] = [NodeResult(before, wanted, changed=before != wanted)]
+            if before != wanted or not _was_written(result):
+                result[:] = [NodeResult(before, wanted, changed=before != wanted)]
             return None if check or before == wanted else self._taken_out(node, mark)
 
         change_node(self._api, name, change)
@@ -184,13 +186,13 @@ class Kubernetes(Scheduler):
             mark = objects.mark_of(node)
             if mark is None:
                 left = f"{name} was not taken out of service by this collection; it is left as it is"
-                result[:] = [NodeResult(before, before, msg=left if before.cordoned else "")]
+                if not _was_written(result):
+                    result[:] = [NodeResult(before, before, msg=left if before.cordoned else "")]
                 return None
-            stays = _stays(node)
-            after = State(bool(stays))
-            result[:] = [
-                NodeResult(before, after, changed=True, msg=f"{name} stays out of service: {stays}" if stays else "")
-            ]
+            stays, paused = _stays(node), objects.left_paused(node)
+            said = [f"{name} stays out of service: {stays}"] if stays else []
+            said += [f"{name}: {paused}"] if paused else []
+            result[:] = [NodeResult(before, State(bool(stays)), changed=True, msg="; ".join(said))]
             return None if check else put_back(node, mark, uncordon=not stays)
 
         change_node(self._api, name, change)
@@ -265,11 +267,16 @@ def state_of(node: Object) -> State:
     return State(True, True, str(mark["run_id"]))
 
 
+def _was_written(result: Sequence[NodeResult]) -> bool:
+    """Whether this call has written the node before, and looks again as the answer to that was lost."""
+    return any(each.changed for each in result)
+
+
 def _stays(node: Object) -> str | None:
     """Why a node that we took out of service is not put back, or None."""
     kept = (node["metadata"].get("annotations") or {}).get(objects.KEEP)
     if kept is not None:
-        return f"it is annotated {objects.KEEP}: {kept}"
+        return f"it is annotated {objects.KEEP}: {shown(kept)}"
     state = state_of(node)
     return f"{objects.cordoned_by(node)} has cordoned it since" if state.cordoned and not state.ours else None
 

@@ -109,7 +109,7 @@ class Evacuation:
         self._known: dict[str, str] = {}  # uid → how a pod uses a GPU, where others than it say so
         self._not_before: dict[str, float] = {}  # uid → when its eviction is tried again
         self._refused: dict[str, str] = {}  # uid → what the server said last
-        self._over_budget: set[str] = set()  # uids that a budget has refused
+        self._withheld: set[str] = set()  # uids that a budget or a rule of admission has refused
         self._evicted: set[str] = set()
         self._unsteered: dict[str, str] = {}  # uid → why its successor is not steered
 
@@ -246,7 +246,7 @@ class Evacuation:
             reason = self._budgets.forbids(pod)
             if reason:
                 return f"{name}: {reason}"
-            if late and pod["metadata"]["uid"] in self._over_budget:
+            if late and pod["metadata"]["uid"] in self._withheld:
                 return f"{name} could not be evicted in time: {self._refused[pod['metadata']['uid']]}"
         for pod in rest.daemons:
             if "deletionTimestamp" in pod["metadata"] or objects.pause_keys(pod, rest.staying):
@@ -313,12 +313,12 @@ class Evacuation:
             return None
         if answer.status in (404, 409):  # gone, or another of that name: the next look shows
             return None
-        if answer.status in (401, 403):
+        if answer.lacks_right:
             raise ApiError("POST", path, answer)
         self._not_before[meta["uid"]] = time.monotonic() + (answer.retry_after or BUDGET_SECONDS)
         self._refused[meta["uid"]] = "; ".join(answer.causes) or answer.message
-        if answer.causes:
-            self._over_budget.add(meta["uid"])
+        if answer.causes or answer.status not in (429, 500):
+            self._withheld.add(meta["uid"])
         return self._refused[meta["uid"]]
 
     def _took(self, its: Progress, pod: Object, refusal: str | None) -> None:

@@ -26,6 +26,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import (
     RESTART,
     WAIT,
 )
+from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api import shown
 
 PREFIX = "gpufleet.driver/"
 MARK = PREFIX + "cordon"
@@ -194,14 +195,14 @@ def gpu_use(pod: Object, known: Mapping[str, str] | None = None) -> str | None:
         path = (volume.get("hostPath") or {}).get("path")
         if path:
             if path.startswith(_DEVICE_PATHS):
-                return f"mounts {path} of the host"
+                return f"mounts {shown(path)} of the host"
             if path in _EVERY_DEVICE_PATHS:
                 every_device = path
     privileged = False
     for container in containers_of(spec):
         for variable in container.get("env") or ():
             if variable.get("name") == "NVIDIA_VISIBLE_DEVICES" and variable.get("value", "") not in _NO_DEVICES:
-                return f"sets NVIDIA_VISIBLE_DEVICES={variable['value']}"
+                return f"sets NVIDIA_VISIBLE_DEVICES={shown(variable['value'])}"
         privileged = privileged or bool((container.get("securityContext") or {}).get("privileged"))
     for container in containers_of(spec):
         agent = _AGENTS.search(container.get("image", ""))
@@ -337,10 +338,10 @@ def last_words(pod: Object) -> str:
         ended = (container.get("state") or {}).get("terminated")
         if ended:
             said = (ended.get("message") or "").strip().splitlines()
-            return f"exit status {ended.get('exitCode')}" + (f", its last line: {said[-1]}" if said else "")
+            return f"exit status {ended.get('exitCode')}" + (f", its last line: {shown(said[-1])}" if said else "")
         waiting = (container.get("state") or {}).get("waiting")
         if waiting:
-            return f"{waiting.get('reason')} {waiting.get('message', '')}".strip()
+            return shown(f"{waiting.get('reason')} {waiting.get('message', '')}".strip())
     unmet = [each for each in status.get("conditions") or () if each["status"] != "True" and each.get("message")]
     return unmet[0]["message"] if unmet else status.get("message") or status.get("reason") or "its status says no more"
 
@@ -348,14 +349,21 @@ def last_words(pod: Object) -> str:
 def is_operand(pod: Object) -> bool:
     """Whether it belongs to the GPU Operator, which takes it off a node and brings it back by itself."""
     labels = pod["metadata"].get("labels") or {}
-    if labels.get("app.kubernetes.io/managed-by") == "gpu-operator":
-        return True
-    return any(key.startswith("nvidia.com/gpu.deploy.") for key in pod["spec"].get("nodeSelector") or ())
+    marked = labels.get("app.kubernetes.io/managed-by") == "gpu-operator" or any(
+        key.startswith("nvidia.com/gpu.deploy.") for key in pod["spec"].get("nodeSelector") or ()
+    )
+    return marked and _is_of_daemon_set(pod)
 
 
 def is_driver(pod: Object) -> bool:
     """Whether it is a driver container: the operator, not the host, owns the driver of its node."""
-    return (pod["metadata"].get("labels") or {}).get("app.kubernetes.io/component") == "nvidia-driver"
+    labels = pod["metadata"].get("labels") or {}
+    return labels.get("app.kubernetes.io/component") == "nvidia-driver" and _is_of_daemon_set(pod)
+
+
+def _is_of_daemon_set(pod: Object) -> bool:
+    """All of the operator's are; labels alone could be on anybody's work."""
+    return any(each["kind"] == "DaemonSet" for each in pod["metadata"].get("ownerReferences") or ())
 
 
 # ---- what may be done to it ------------------------------------------------------------------------------------------
@@ -394,7 +402,7 @@ def hindrance(pod: Object, owner: Owner, rules: Rules) -> str | None:
     annotations = pod["metadata"].get("annotations") or {}
     said = annotations.get(PREFIX + "may")
     if said is not None:
-        return None if RESTART in _permissions(said) else f"is annotated {PREFIX}may: {said}"
+        return None if RESTART in _permissions(said) else f"is annotated {PREFIX}may: {shown(said)}"
     for key, value in _STAY.items():
         if annotations.get(key) == value:
             return f"is annotated {key}: {value!r}"
@@ -428,6 +436,9 @@ def _permissions(text: str) -> frozenset[str]:
     return said
 
 
+_CENTURIES = 1e10
+
+
 def seconds(pod: Object, name: str) -> float | None:
     """A number of seconds that an annotation of ours gives, or None."""
     said = (pod["metadata"].get("annotations") or {}).get(PREFIX + name)
@@ -435,7 +446,7 @@ def seconds(pod: Object, name: str) -> float | None:
         value = float(said) if said else -1.0
     except ValueError:
         return None
-    return value if 0 <= value < float("inf") else None
+    return value if 0 <= value < _CENTURIES else None
 
 
 def words(pod: Object, name: str) -> tuple[str, ...]:
@@ -727,6 +738,21 @@ def unpaused(labels: Mapping[str, str], annotations: Mapping[str, str]) -> tuple
     former = _decoded(annotations.get(PAUSED), ()) or {}
     new = {key: str(former[key]) if value == PAUSE_VALUE and key in former else value for key, value in labels.items()}
     return new, {key: value for key, value in annotations.items() if key != PAUSED}
+
+
+def left_paused(node: Object) -> str:
+    """What is to be done about labels that keep DaemonSets off a node and whose former value nobody knows any more, as
+    somebody has removed or written over the annotation; nothing if there are none."""
+    former = paused_keys(node)
+    labels = node["metadata"].get("labels") or {}
+    lost = [key for key, value in labels.items() if value == PAUSE_VALUE and key not in former]
+    if not lost:
+        return ""
+    given = " ".join(f"{key}=VALUE" for key in lost)
+    return (
+        f"DaemonSets are kept off it by {', '.join(lost)}={PAUSE_VALUE}, and the annotation {PAUSED} no longer says "
+        f"what that was; give it back: kubectl label node {node['metadata']['name']} --overwrite {given}"
+    )
 
 
 def paused_keys(node: Object) -> list[str]:

@@ -240,19 +240,18 @@ class Steering:
                 if not check:
                     self._taint(node["metadata"]["name"], wanted=False)
                 said.append(f"taint {objects.ELSEWHERE['key']} of node {node['metadata']['name']}")
-        if said:
-            said += self._release(check)
-        return said
+        return said + self._release(check, looks=_QUIET_LOOKS if said else 1)
 
-    def _release(self, check: bool) -> list[str]:
+    def _release(self, check: bool, looks: int) -> list[str]:
         """Delete pods that wait for a node we chose and that has no room: their controllers make them anew, free.
 
-        Again until there are none: for a moment after a policy is gone, the server still applies it to new pods.
+        Again until ``looks`` have found none: for a moment after a policy is gone, the server still applies it to new
+        pods. One look also where there is no policy: who took it away may have died before this.
         """
         said: list[str] = []
         end = time.monotonic() + IN_FORCE_SECONDS
         quiet = 0
-        while quiet < _QUIET_LOOKS and time.monotonic() < end:
+        while quiet < looks and time.monotonic() < end:
             bound = [
                 pod
                 for pod in self._api.items("/api/v1/pods", fieldSelector="status.phase=Pending,spec.nodeName=")
@@ -264,7 +263,8 @@ class Steering:
             for pod in bound:
                 self._api.delete(name_path(pod, "v1", "pods"), preconditions={"uid": pod["metadata"]["uid"]})
             quiet = 0 if bound else quiet + 1
-            time.sleep(0.2)
+            if quiet < looks:
+                time.sleep(0.2)
         return said
 
 

@@ -31,6 +31,9 @@ _LONGEST = 253
 DRA = "gpu.nvidia.com"
 """NVIDIA's DRA driver, its device class, and how a node's GPUs are called here that are offered by it alone."""
 
+_REMOVAL_SECONDS = 5.0
+"""How long a pod without a grace period may take to be gone, if that is longer than there is time left."""
+
 _THERE = 409
 """An earlier one was removed before; so it is ours, of a request that had to be sent twice."""
 
@@ -63,33 +66,41 @@ class Validation:
     def of(self, name: str, gpus: int | None) -> NodeResult:
         """Whether a node is as it was; ``gpus`` is their number where the node has no note of what it offered."""
         node = self._api.get(object_path("v1", "nodes", name))
-        mark = objects.mark_of(node)
-        out = bool(node["spec"].get("unschedulable"))
-        state = State(out, out and mark is not None, str(mark["run_id"]) if mark else None)
+        before = _state(node)
         if self._check:
-            return NodeResult(state, state)
+            return NodeResult(before, before)
         keys = objects.paused_keys(node)
-        changed = bool(keys)
-        self._bring_back(name)
-        failure, offered = self._offers(name, (mark or {}).get("gpus") or {}, gpus or 0, keys)
-        if not failure and self._pod.image:
-            failure, changed = self._prove(name, offered), True
+        node = self._bring_back(name)
+        after = _state(node)
+        changed = bool(keys) or after != before
+        offers = {key: amount for key, amount in ((objects.mark_of(node) or {}).get("gpus") or {}).items() if amount}
+        failure = objects.left_paused(node)
+        if not failure:
+            failure, expected = self._offers(name, offers, gpus or 0, keys)
+            if not failure and self._pod.image:
+                failure, changed = self._prove(name, expected), True
         return NodeResult(
-            state, state, changed=changed, failed=bool(failure), msg=f"{name}: {failure}" if failure else ""
+            before, after, changed=changed, failed=bool(failure), msg=f"{name}: {failure}" if failure else ""
         )
 
-    def _bring_back(self, name: str) -> None:
-        """Let DaemonSets onto the node again, while it stays closed to everything else."""
+    def _bring_back(self, name: str) -> Object:
+        """Let DaemonSets onto the node again, while it stays closed to everything else, also if somebody has uncordoned
+        it since we took it out: the taint that closed it so far keeps DaemonSets away as well. Returns the node."""
 
         def change(node: Object) -> dict[str, Any] | None:
             meta, taints = node["metadata"], objects.other_taints(node)
-            annotations = meta.get("annotations") or {}
-            if objects.PAUSED not in annotations and taints == (node["spec"].get("taints") or []):
-                return None
-            labels, annotations = objects.unpaused(meta.get("labels") or {}, annotations)
-            return {"/metadata/labels": labels, "/metadata/annotations": annotations, "/spec/taints": taints}
+            labels, annotations = objects.unpaused(meta.get("labels") or {}, meta.get("annotations") or {})
+            wanted: dict[str, Any] = {}
+            if objects.PAUSED in (meta.get("annotations") or {}):
+                wanted = {"/metadata/labels": labels, "/metadata/annotations": annotations}
+            if taints != (node["spec"].get("taints") or []):
+                wanted["/spec/taints"] = taints
+            if objects.mark_of(node) is not None and not node["spec"].get("unschedulable"):
+                wanted["/spec/unschedulable"] = True
+            return wanted or None
 
-        change_node(self._api, name, change)
+        node: Object = change_node(self._api, name, change)
+        return node
 
     def _offers(
         self, name: str, before: Mapping[str, int], gpus: int, keys: Sequence[str]
@@ -97,15 +108,21 @@ class Validation:
         """Wait for the node to be Ready, for the DaemonSets that came back to it, and for its GPUs to be on offer.
 
         :param before: what it offered when it was taken out of service; if that was nothing, ``gpus`` is how many it
-            has, whoever hands them out.
+            has, whoever hands them out; if nobody knows, it is what it offers now, but something.
         :returns: what keeps it from that, if anything does, and what is expected to be on offer.
         """
         while True:
             node = self._api.get(object_path("v1", "nodes", name))
             offered = objects.gpus_listed(node) or ({} if before else self._by_claim(name))
             wanted = before or ({next(iter(offered), "nvidia.com/gpu"): gpus} if gpus else {})
+            wanted = wanted or {key: amount for key, amount in offered.items() if amount}
             lacking = self._unready(name, keys)
-            if not objects.is_ready(node):
+            if not wanted:
+                found = (
+                    "it offers no GPU, and nobody knows how many it should; look at the log of the device plugin or "
+                    "DRA driver on it"
+                )
+            elif not objects.is_ready(node):
                 found = "its kubelet is not Ready; look with: kubectl describe node " + name
             elif lacking:
                 look = f"kubectl get pods -A --field-selector spec.nodeName={name}"
@@ -142,7 +159,9 @@ class Validation:
     def _prove(self, name: str, gpus: Mapping[str, int]) -> str:
         """Run the pod on the node; what went wrong, if anything did."""
         path = object_path("v1", "pods", _named(name), self._pod.namespace)
-        self._remove(path)
+        said = self._remove(path)
+        if said:
+            return said
         if DRA in gpus:
             said = self._claim(name)
             if said:
@@ -168,7 +187,9 @@ class Validation:
 
     def _claim(self, name: str) -> str:
         """Claim all GPUs of the node that the pod runs on; what went wrong, if anything did."""
-        self._remove(object_path(_CLAIMS, "resourceclaims", _named(name), self._pod.namespace))
+        said = self._remove(object_path(_CLAIMS, "resourceclaims", _named(name), self._pod.namespace))
+        if said:
+            return said
         request = {"name": "gpus", "exactly": {"deviceClassName": DRA, "allocationMode": "All"}}
         claim = {
             "apiVersion": _CLAIMS,
@@ -212,16 +233,18 @@ class Validation:
             spec["runtimeClassName"] = self._pod.runtime_class
         return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": _named(node), "labels": _OURS}, "spec": spec}
 
-    def _remove(self, path: str) -> None:
-        """Delete a pod or a claim of ours and wait until it is gone."""
+    def _remove(self, path: str) -> str:
+        """Delete a pod or a claim of ours and wait until it is gone; what is wrong if it does not go."""
+        end = max(self._end, time.monotonic() + _REMOVAL_SECONDS)
         while True:
             answer = self._api.request("DELETE", path, {"gracePeriodSeconds": 0})
             if answer.status == 404:
-                return
+                return ""
             if not answer.ok:
                 raise ApiError("DELETE", path, answer)
-            if time.monotonic() >= self._end + self._timeout:
-                return
+            if time.monotonic() >= end:
+                held = ", ".join((answer.body.get("metadata") or {}).get("finalizers") or ()) or "nobody knows what"
+                return f"{path}, of an earlier validation, was deleted and stays there, held by {held}; take that away"
             time.sleep(0.1)
 
     def remove_pods(self) -> list[str]:
@@ -235,6 +258,12 @@ class Validation:
                 self._api.each(lambda path: self._api.delete(path, gracePeriodSeconds=0), paths)
             said += [f"validation {what} {objects.pod_name(each)}" for each in found]
         return said
+
+
+def _state(node: Object) -> State:
+    mark = objects.mark_of(node)
+    out = bool(node["spec"].get("unschedulable"))
+    return State(out, out and mark is not None, str(mark["run_id"]) if mark else None)
 
 
 def _named(node: str) -> str:

@@ -36,6 +36,7 @@ RIGHTS = (("maintenance.nvidia.com", "nodemaintenances", ("create", "delete", "l
 
 _LONGEST_NAME = 253
 _CHANGED_MEANWHILE = (409, 422)
+_ATTEMPTS = 8
 
 Object = Mapping[str, Any]
 
@@ -101,8 +102,21 @@ class Maintenance:
 
         :raises ClusterError: if the cluster cannot be asked.
         """
-        found = self._by_node()
-        return dict(zip(nodes, self._api.each(lambda name: self._let_go(name, found.get(name, []), check), nodes)))
+        progress: dict[str, Progress] = {}
+        for dummy in range(_ATTEMPTS):
+            found = self._by_node()
+            going = [name for name in nodes if name not in progress or progress[name].waiting]
+            turns = [(name, found.get(name, []), check) for name in going]
+            for name, its in zip(going, self._api.each(lambda turn: self._let_go(*turn), turns)):
+                its.changed = its.changed or (name in progress and progress[name].changed)
+                progress[name] = its
+            if not any(its.waiting for its in progress.values()):
+                break
+        for name, its in progress.items():
+            if its.waiting:
+                its.failed, its.ready = True, False
+                its.msg = f"{name} was not given back: {its.waiting}; look with: kubectl get nodemaintenances -A"
+        return progress
 
     def _by_node(self) -> dict[str, list[Object]]:
         listed = self._api.find(object_path(GROUP, RESOURCE))
@@ -158,8 +172,14 @@ class Maintenance:
             {"op": "add", "path": "/spec/additionalRequestors", "value": list(wanted)},
         ]
         answer = self._api.request("PATCH", path, patch, JSON_PATCH, fieldManager=FIELD_MANAGER)
-        if not answer.ok and answer.status not in _CHANGED_MEANWHILE:  # changed meanwhile: the next look shows
-            its.failed, its.msg = True, f"{item['spec']['nodeName']}: {ApiError('PATCH', path, answer)}"
+        self._took(item, its, ApiError("PATCH", path, answer))
+
+    def _took(self, item: Object, its: Progress, said: ApiError) -> None:
+        """Note what became of a change; one of a request that is another by now is tried again after the next look."""
+        if said.answer.status in _CHANGED_MEANWHILE:
+            its.waiting = f"somebody else writes the request {item['metadata']['name']}"
+        elif not said.answer.ok and said.answer.status != 404:
+            its.failed, its.msg = True, f"{item['spec']['nodeName']}: {said}"
 
     def _let_go(self, name: str, there: Sequence[Object], check: bool) -> Progress:
         its = Progress(ready=True)
@@ -179,11 +199,13 @@ class Maintenance:
                     f"are done: kubectl -n {self._namespace} delete nodemaintenance {item['metadata']['name']}"
                 )
             else:
-                path = name_path(item, GROUP, RESOURCE)
-                try:
-                    self._api.delete(path, preconditions={"uid": item["metadata"]["uid"]})
-                except ApiError as exc:
-                    its.failed, its.msg = True, f"{name}: {exc}"
+                path, meta = name_path(item, GROUP, RESOURCE), item["metadata"]
+                as_found = {
+                    "uid": meta["uid"],
+                    "resourceVersion": meta["resourceVersion"],
+                }  # nobody has joined it since
+                answer = self._api.request("DELETE", path, {"preconditions": as_found})
+                self._took(item, its, ApiError("DELETE", path, answer))
         its.ready = not its.failed
         return its
 

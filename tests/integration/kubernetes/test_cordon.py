@@ -104,6 +104,22 @@ def test_a_node_that_a_person_wants_kept_stays_out(cluster: Cluster) -> None:
     assert cluster.node(name)["spec"]["unschedulable"]
 
 
+def test_what_was_written_is_told_though_the_answer_was_lost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    (name,) = cluster.nodes(1)
+    backend = cluster.backend()
+    send = Api.request
+
+    def twice(api: Api, method: str, *given: Any, **query: Any) -> Any:
+        if method == "PATCH":
+            send(api, method, *given, **query)
+        return send(api, method, *given, **query)
+
+    monkeypatch.setattr(Api, "request", twice)
+    cordoned = backend.cordon([name], RUN)[name]
+    uncordoned = backend.uncordon([name], RUN)[name]
+    assert cordoned.changed and cordoned.before == State(False) and uncordoned.changed and not uncordoned.msg
+
+
 def test_a_change_in_between_is_neither_lost_nor_overwritten(cluster: Cluster) -> None:
     """To the server, spec.taints is one value: whoever writes it writes all of it. So it goes onto what was read."""
     (name,) = cluster.nodes(1)
@@ -130,15 +146,27 @@ def test_one_unknown_node_does_not_hinder_the_others(cluster: Cluster) -> None:
 def test_our_taint_keeps_new_pods_off_even_if_somebody_uncordons(cluster: Cluster, kind: str) -> None:
     (name,) = cluster.nodes(1)
     cluster.backend().cordon([name], RUN)
-    cluster.change(name, spec={"unschedulable": None})
     if kind == "pods":
-        made = cluster.template()
-        made["metadata"]["name"] = "late"
-        cluster.api.post(cluster.path("pods"), made)
-        said = until("the scheduler's word", lambda: cluster.pods()[0]["status"].get("conditions"))
-        assert said[0]["reason"] == "Unschedulable" and "untolerated taint" in said[0]["message"]
+        untolerated(cluster, "early")  # so the scheduler has seen the node as it is now
+        cluster.change(name, spec={"unschedulable": None})
+        untolerated(cluster, "late")
     else:
+        cluster.change(name, spec={"unschedulable": None})
         cluster.apps("daemonsets", "late", wait=False)
         path = cluster.path("daemonsets", "late", group="apps/v1")
-        until("the controller has looked", lambda: cluster.api.get(path)["status"].get("observedGeneration"))
-        assert cluster.api.get(path)["status"]["desiredNumberScheduled"] == 0
+        until("the controller has seen the taint", lambda: wants_no_pod(cluster.api.get(path)["status"]))
+
+
+def untolerated(cluster: Cluster, name: str) -> None:
+    """A new pod finds no node, as it does not tolerate a taint."""
+    made = cluster.template()
+    made["metadata"]["name"] = name
+    cluster.api.post(cluster.path("pods"), made)
+    said = until(
+        "the scheduler's word", lambda: cluster.api.get(cluster.path("pods", name))["status"].get("conditions")
+    )
+    assert said[0].get("reason") == "Unschedulable" and "untolerated taint" in said[0]["message"], said
+
+
+def wants_no_pod(status: dict[str, Any]) -> bool:
+    return bool(status.get("observedGeneration")) and status["desiredNumberScheduled"] == 0

@@ -326,12 +326,19 @@ def test_a_daemonset_with_a_label_of_its_own_is_taken_off_and_comes_back(cluster
 
 
 def test_uncordoning_brings_daemonsets_back_too(cluster: Cluster) -> None:
-    (node,) = cluster.nodes(1, labels={"dcgm": "on"})
+    """Also where somebody has removed what we had noted: then nobody but a person can say what it was."""
+    names = cluster.nodes(2, labels={"dcgm": "on"})
+    node, forgotten = names
     cluster.apps("daemonsets", "dcgm", nodeSelector={"dcgm": "on"})
     backend = cluster.backend()
-    backend.cordon([node], RUN)
-    assert evacuate(backend, [node], NOTHING)[node].as_dict()["empty"]
-    backend.uncordon([node], RUN)
+    backend.cordon(names, RUN)
+    assert all(its.as_dict()["empty"] for its in evacuate(backend, names, NOTHING).values())
+    cluster.change(forgotten, metadata={"annotations": {objects.PAUSED: None}})
+    proof = backend.validate([forgotten], RUN, {}, 0)[forgotten]
+    words = f"kubectl label node {forgotten} --overwrite dcgm=VALUE"
+    assert proof.failed and words in proof.msg
+    said = backend.uncordon(names, RUN)
+    assert words in said[forgotten].msg and not said[node].msg
     until("it is back", lambda: cluster.pods_on(node))
 
 
@@ -386,6 +393,39 @@ def test_an_account_without_the_right_to_evict_is_told_so_at_once(cluster: Clust
     kubeconfig = cluster.account("looker", [(group, what, ["list"]) for group, what in looks])
     with pytest.raises(SchedulerError, match=r"eviction with 403 .*cannot create.*docs/kubernetes-rbac\.yml"):
         evacuate(cluster.backend(kubeconfig=str(kubeconfig)), [node], go(cluster, pod))
+
+
+def test_a_rule_that_forbids_one_eviction_is_no_missing_right(cluster: Cluster) -> None:
+    """An admission policy, or a webhook of a tenant's, refuses as the API server does where a right is missing."""
+    first, second = cluster.nodes(2)
+    kept, dummy = cluster.deployment("kept", 2, gpus=8)
+    held = cluster.api.get(cluster.path("pods", kept))["spec"]["nodeName"]
+    free = second if held == first else first
+    group, name = "/apis/admissionregistration.k8s.io/v1", cluster.namespace
+    match = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}},
+        "resourceRules": [
+            {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods/eviction"]}
+        ],
+    }
+    rule = {"expression": f"object.metadata.name != '{kept}'", "message": "ask llama's team", "reason": "Forbidden"}
+    policies = {
+        "validatingadmissionpolicies": {"matchConstraints": match, "validations": [rule]},
+        "validatingadmissionpolicybindings": {"policyName": name, "validationActions": ["Deny"]},
+    }
+    for resource, spec in policies.items():
+        cluster.api.post(f"{group}/{resource}", {"metadata": {"name": name}, "spec": spec})
+    try:
+        backend = cluster.backend()
+        backend.cordon([first, second], RUN)
+        fates = go(cluster, kept)
+        until("it is in force", lambda: "llama" in str(evacuate(backend, [held], fates, check=True)[held].waiting))
+        results = evacuate(backend, [first, second], NOTHING, deadline=-1)
+    finally:
+        for resource in policies:
+            cluster.api.delete(f"{group}/{resource}/{name}")
+    assert results[free].as_dict()["empty"]
+    assert results[held].failed and "ask llama's team" in results[held].msg and "rbac" not in results[held].msg
 
 
 def test_one_unknown_node_does_not_hinder_the_others(cluster: Cluster) -> None:

@@ -173,6 +173,45 @@ def test_ours_is_left_to_who_joined_it(cluster: Cluster, operator: Operator, mai
     assert "deletionTimestamp" not in cluster.api.get(path)["metadata"]
 
 
+class Rival(Api):
+    """Whose requests somebody else gets in before, once for each."""
+
+    def __init__(self, kubeconfig: str, change: Any) -> None:
+        super().__init__(kubeconfig)
+        self.change = change
+        self.left = 1
+
+    def request(self, method: str, path: str, *given: Any, **query: Any) -> Any:
+        if method in ("PATCH", "DELETE") and self.left:
+            self.left -= 1
+            self.change()
+        return super().request(method, path, *given, **query)
+
+
+def test_a_request_that_changes_while_we_leave_it(
+    cluster: Cluster, operator: Operator, maintenance: Maintenance
+) -> None:
+    """One that was joined meanwhile is not taken from who joined it; one of another's is left all the same."""
+    (node,) = cluster.nodes(1)
+    assert maintenance.request([node], time.time() + 60, 20)[node].ready
+    path = f"{operator.path}/gpufleet-{node}"
+    joined = {"spec": {"additionalRequestors": ["nvidia.network-operator"]}}
+    rival = Rival(str(cluster.kubeconfig), lambda: cluster.api.patch(path, joined))
+    its = Maintenance(rival, cluster.namespace).release([node])[node]
+    assert its.ready and "stays in maintenance for nvidia.network-operator" in its.msg
+    assert "deletionTimestamp" not in cluster.api.get(path)["metadata"]
+    cluster.api.patch(path, {"spec": {"additionalRequestors": []}})
+    maintenance.release([node])
+    until("it is gone", lambda: cluster.api.find(path) is None)
+
+    theirs = others(operator, node, cordon=True)
+    assert maintenance.request([node], time.time() + 60, 20)[node].ready
+    both = {"spec": {"additionalRequestors": ["third", REQUESTOR]}}
+    rival = Rival(str(cluster.kubeconfig), lambda: cluster.api.patch(theirs, both))
+    its = Maintenance(rival, cluster.namespace).release([node])[node]
+    assert its.ready and its.changed and cluster.api.get(theirs)["spec"]["additionalRequestors"] == ["third"]
+
+
 def test_a_node_that_is_not_handed_out_in_time_fails(
     cluster: Cluster, operator: Operator, maintenance: Maintenance
 ) -> None:

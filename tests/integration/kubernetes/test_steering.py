@@ -75,8 +75,15 @@ def test_a_preference_is_added_to_what_the_pod_prefers_already(cluster: Cluster,
     backend.settle(RUN)
 
 
-def test_moved_work_does_not_land_on_upgraded_nodes_even_if_these_are_empty(cluster: Cluster) -> None:
-    """Its checkpoint fits the old driver only: rather Pending than there. Settling sets it free."""
+class Died(BaseException):
+    pass
+
+
+def test_moved_work_does_not_land_on_upgraded_nodes_even_if_these_are_empty(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint fits the old driver only: rather Pending than there. Settling sets it free, also if whoever took
+    the policies away died before that."""
     nodes = set(cluster.nodes(3))
     (pod,) = cluster.deployment("llama", gpus=8)
     source = cluster.pods()[0]["spec"]["nodeName"]
@@ -87,9 +94,17 @@ def test_moved_work_does_not_land_on_upgraded_nodes_even_if_these_are_empty(clus
     evacuate(backend, [source], go(cluster, pod, to=(old,), fate="move"))
     until("the scheduler has no place", lambda: any(is_unschedulable(new) for new in cluster.pods()))
     assert cluster.pods_on(upgraded) == []
+    with monkeypatch.context() as dying:
+        dying.setattr(steering.Steering, "_release", lambda *given, **named: die())
+        with pytest.raises(Died):
+            backend.settle(RUN)
     taken = backend.settle(RUN)
     assert any(line.startswith("pod ") and "waited for a node chosen for it" in line for line in taken)
     assert landed(cluster, "llama", 1) == {upgraded}
+
+
+def die() -> None:
+    raise Died
 
 
 def test_steering_again_replaces_where_it_went_before(cluster: Cluster) -> None:

@@ -10,6 +10,8 @@ import threading
 import pytest
 from cluster import RUN, Cluster, until
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_validation
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_validation import NAME
 
 DRA = "resource.k8s.io/v1"
@@ -78,19 +80,40 @@ def test_a_pod_that_fails_tells_its_last_words(cluster: Cluster) -> None:
     (name,) = cluster.nodes(1)
     backend = cluster.backend()
     backend.cordon([name], RUN)
+    cluster.change(name, spec={"unschedulable": None})
     Runner(cluster, name, 1, "starting\nCUDA error 802: system not yet initialized\n").start()
     result = backend.validate([name], RUN, {}, 20)[name]
     assert result.failed and "exit status 1, its last line: CUDA error 802" in result.msg
     assert cluster.pods() == []
+    assert result.changed and cluster.node(name)["spec"]["unschedulable"], "closed until proven, though uncordoned"
+
+
+def test_an_earlier_pod_that_does_not_go_is_no_proof(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes_validation, "_REMOVAL_SECONDS", 0.5)
+    (name,) = cluster.nodes(1)
+    backend = cluster.backend()
+    backend.cordon([name], RUN)
+    cluster.pod(NAME + name, node=name, gpus=0)
+    path = cluster.path("pods", NAME + name)
+    cluster.api.patch(path, {"metadata": {"finalizers": ["example.com/accounting"]}})
+    cluster.api.patch(path + "/status", {"status": {"phase": "Succeeded"}})
+    result = backend.validate([name], RUN, {}, 0.5)[name]
+    assert result.failed and "of an earlier validation" in result.msg and "example.com/accounting" in result.msg
 
 
 def test_a_gpu_that_is_not_offered_again_is_found(cluster: Cluster) -> None:
-    good, bad = cluster.nodes(2)
+    good, bad, mended, unknown, edited = names = cluster.nodes(5)
     backend = cluster.backend(validation_image="")
-    backend.cordon([good, bad], RUN)
-    cluster.on_offer(bad, 7)
-    results = backend.validate([good, bad], RUN, {good: 8, bad: 8}, 1)
-    assert not results[good].failed
+    for name in (mended, unknown):
+        cluster.on_offer(name, 0)
+    backend.cordon(names, RUN)
+    cluster.change(edited, metadata={"annotations": {objects.MARK: "{}"}})
+    for name, gpus in ((bad, 7), (mended, 8), (edited, 0)):
+        cluster.on_offer(name, gpus)
+    results = backend.validate(names, RUN, {good: 8, bad: 8}, 1)
+    assert not results[good].failed and not results[mended].failed
+    for name in (unknown, edited):
+        assert results[name].failed and "offers no GPU, and nobody knows how many it should" in results[name].msg
     assert results[bad].failed and "offered 7 nvidia.com/gpu, expected 8 nvidia.com/gpu" in results[bad].msg
 
 

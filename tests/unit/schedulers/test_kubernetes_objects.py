@@ -271,19 +271,31 @@ def test_free_is_what_the_scheduler_could_still_give() -> None:
     assert one.free == {"gpu": 6, "cpu": 94000, "memory": 1 << 40} and one.gpus == 8
 
 
+def test_what_a_tenant_writes_is_shown_on_one_line_and_in_short() -> None:
+    noise = "\x1b[2J{{ 1 }}\nok" + "x" * 100_000
+    said = [
+        objects.hindrance(pod(annotations={objects.PREFIX + "may": noise}), objects.Owner("Job", "j"), objects.Rules()),
+        objects.gpu_use(pod(containers=[container(env=[{"name": "NVIDIA_VISIBLE_DEVICES", "value": noise}])])),
+        objects.gpu_use(pod(containers=[], volumes=[{"name": "v", "hostPath": {"path": f"/dev/nvidia{noise}"}}])),
+    ]
+    assert all(text and text.isprintable() and len(text) < 600 and "{{ 1 }}?ok" in text for text in said)
+
+
 def test_only_work_with_gpus_is_work_and_daemonsets_are_not() -> None:
     pods = [
         pod("a"),
         pod("web", containers=[container()]),
         pod("dcgm", owner="DaemonSet/dcgm"),
         pod("ignored", owner="StatefulSet/x"),
-        pod("driver", labels={"app.kubernetes.io/managed-by": "gpu-operator"}),
+        pod("driver", owner="DaemonSet/driver", labels={"app.kubernetes.io/managed-by": "gpu-operator"}),
+        pod("claims-to-be-driver", labels={"app.kubernetes.io/component": "nvidia-driver"}),
+        pod("claims-to-be-operand", nodeSelector={"nvidia.com/gpu.deploy.driver": "true"}),
         pod("cni", annotations={"kubernetes.io/config.mirror": "x"}, volumes=[{"name": "d", "hostPath": {"path": "/"}}],
             containers=[container(securityContext={"privileged": True})]),
         pod("static", annotations={"kubernetes.io/config.mirror": "x"}),
     ]  # fmt: skip
     work = {each.name: each for each in seen(pods, rules=objects.Rules(ignore=["ml/StatefulSet/*"])).workloads}
-    assert set(work) == {"ml/a", "ml/static"}
+    assert set(work) == {"ml/a", "ml/claims-to-be-driver", "ml/claims-to-be-operand", "ml/static"}
     assert work["ml/static"].may == {fleet.PROTECT}
 
 
@@ -380,7 +392,8 @@ def test_gpus_that_dra_gives() -> None:
 def test_a_stale_label_is_known_by_the_driver_container_s_start() -> None:
     started = {"containerStatuses": [{"name": "nvidia-driver-ctr",
                                       "state": {"running": {"startedAt": "2027-01-15T08:00:00Z"}}}]}  # fmt: skip
-    driver = pod("driver", labels={"app.kubernetes.io/component": "nvidia-driver"}, status=started, containers=[])
+    label = {"app.kubernetes.io/component": "nvidia-driver"}
+    driver = pod("driver", owner="DaemonSet/driver", labels=label, status=started, containers=[])
     labels = {"nvidia.com/cuda.driver-version.full": "570.1", "nvidia.com/gfd.timestamp": str(int(NOW) - 60)}
     assert seen([driver], [node(labels=labels)]).nodes[0].loaded is None
     labels["nvidia.com/gfd.timestamp"] = str(int(NOW) + 60)
