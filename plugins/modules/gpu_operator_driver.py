@@ -35,7 +35,7 @@ options:
     description:
       - With V(staged), the image of O(version) is pulled on the nodes while they work. Nothing else is touched.
       - With V(present), the nodes get O(version).
-      - With V(previous), the nodes, and no others, go back to the version that they had.
+      - With V(previous), the nodes, and no others, go back to the version that they had; see O(finished).
       - With V(settled), at the end of a run, nodes that are as their owner wants them are the operator's again, and the
         version of an owner none of whose nodes took it is written back. Nodes that are left on another version stay
         held.
@@ -50,6 +50,12 @@ options:
   version:
     description: The driver version, in full. Required for O(state=staged) and O(state=present).
     type: str
+  finished:
+    description:
+      - For O(state=previous). Whether nodes go back from their last upgrade if it is over as well. With V(false), only
+        what a run has begun and not ended with is undone, and other nodes are left as they are.
+    type: bool
+    default: true
   run_id:
     description: Identifies the run in what is noted on nodes and owners.
     type: str
@@ -167,6 +173,7 @@ def main() -> None:
             "state": {"type": "str", "choices": ["staged", "present", "previous", "settled"], "required": True},
             "nodes": {"type": "list", "elements": "str", "default": []},
             "version": {"type": "str"},
+            "finished": {"type": "bool", "default": True},
             "run_id": {"type": "str", "default": ""},
             "loaded": {"type": "dict", "default": {}},
             "deadline": {"type": "float"},
@@ -191,7 +198,7 @@ def main() -> None:
         elif p["state"] == "present":
             nodes = operator.swap(p["nodes"], p["version"], *how)
         elif p["state"] == "previous":
-            nodes = operator.restore(p["nodes"], *how)
+            nodes = operator.restore(p["nodes"], *how, finished=p["finished"])
         else:
             settled = operator.settle(module.check_mode)
     except ClusterError as exc:

@@ -22,7 +22,11 @@ sys.path.insert(0, str(LAB))
 import lab as lab_program  # noqa: E402
 from api import Api, ApiError  # noqa: E402
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes, registry  # noqa: E402
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import (  # noqa: E402
+    kubernetes,
+    kubernetes_steering,
+    registry,
+)
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import (  # noqa: E402
     Evacuated,
     Fate,
@@ -31,7 +35,9 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base im
 
 Object = dict[str, Any]
 TTL = "node.alpha.kubernetes.io/ttl"
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
+"""Nothing waits that long but on a machine with too much to do."""
+kubernetes_steering.IN_FORCE_SECONDS = 60.0
 
 
 def until(what: str, holds: Callable[[], Any], seconds: float = WAIT_SECONDS, every: float = 0.05) -> Any:
@@ -106,6 +112,13 @@ class Cluster:
             rule = {"cel": {"expression": "device.driver == 'gpu.nvidia.com'"}}
             made = {"metadata": {"name": "gpu.nvidia.com"}, "spec": {"selectors": [rule]}}
             self.api.post(f"{group}/deviceclasses", made)
+
+    def claim(self, name: str) -> None:
+        """A claim of one GPU."""
+        request = {"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
+        spec = {"devices": {"requests": [request]}}
+        path = self.path("resourceclaims", group="resource.k8s.io/v1")
+        self.api.post(path, {"metadata": {"name": name}, "spec": spec})
 
     def on_offer(self, name: str, gpus: int) -> None:
         amount = {"nvidia.com/gpu": str(gpus)}
@@ -246,7 +259,7 @@ def evacuate(
     backend: kubernetes.Kubernetes,
     nodes: list[str],
     fates: list[Fate],
-    patience: float = 20,
+    patience: float = WAIT_SECONDS,
     deadline: float = 3600,
     check: bool = False,
 ) -> dict[str, Evacuated]:

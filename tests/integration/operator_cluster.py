@@ -28,7 +28,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.gpu_operat
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api import Api
 
-OLD, NEW = "570.133.20", "575.57.08"
+OLD, NEW, OTHER = "570.133.20", "575.57.08", "580.95.05"
 POLICIES, DRIVERS = "/apis/nvidia.com/v1/clusterpolicies", "/apis/nvidia.com/v1alpha1/nvidiadrivers"
 
 
@@ -65,7 +65,7 @@ class OperatorCluster(Cluster):
                 standin.apply(self.api, DRIVERS, standin.nvidia_driver(name, version, selector))
         standin.apply(self.api, POLICIES, standin.cluster_policy(version, auto, bool(pools), **driver))
         self.start()
-        until("every node has its driver", lambda: all(self.is_up(name, version) for name in self.names), 60)
+        until("every node has its driver", lambda: all(self.is_up(name, version) for name in self.names))
         return self.names
 
     def start(self) -> None:
@@ -155,12 +155,17 @@ class OperatorCluster(Cluster):
     def judged(self, version: str = NEW) -> Object:
         return judged(self.driver().look(), version)
 
-    def swap(self, *names: str, version: str = NEW, seconds: float = 20, patience: float = 20) -> dict[str, Progress]:
+    def swap(self, *names: str, version: str = NEW, seconds: float = 120, patience: float = 120) -> dict[str, Progress]:
         """Until each node is there or has failed, by calls that know nothing of each other."""
         return self._until_over(lambda driver, deadline: driver.swap(names, version, deadline, patience), seconds)
 
-    def restore(self, *names: str, seconds: float = 20) -> dict[str, Progress]:
-        return self._until_over(lambda driver, deadline: driver.restore(names, deadline, 20), seconds)
+    def restore(self, *names: str, seconds: float = 120) -> dict[str, Progress]:
+        return self._until_over(lambda driver, deadline: driver.restore(names, deadline, seconds), seconds)
+
+    def fails_late(self, name: str, waiting: str) -> Progress:
+        """What becomes of a node that waits for this when its time is up."""
+        until(f"it waits: {waiting}", lambda: waiting in self.driver().swap([name], NEW, 4e9, 0)[name].waiting)
+        return self.driver().swap([name], NEW, 0, 0)[name]
 
     def _until_over(self, act: Any, seconds: float) -> dict[str, Progress]:
         deadline = time.time() + seconds

@@ -72,6 +72,7 @@ RIGHTS = (
     ("apps", "deployments", ("list",)),
     ("nvidia.com", "clusterpolicies", ("get", "list", "patch")),
     ("nvidia.com", "nvidiadrivers", ("get", "list", "patch")),
+    ("resource.k8s.io", "resourceclaims", ("list",)),
 )
 """API group, resource and verbs of every request sent from here; docs/kubernetes-rbac.yml is made from it."""
 
@@ -99,12 +100,14 @@ class Progress:
 @dataclass
 class Turn:
     """The nodes of one owner that go to one version together. ``back`` says that they come from a failed upgrade;
-    ``made`` that their new pods are there, so that the owner need not have the version any more."""
+    ``begun`` that the owner was written, ``made`` that their new pods are there, so that it need not have the version
+    any more."""
 
     owner: Owner
     version: str
     progress: Mapping[str, Progress]
     back: bool = False
+    begun: bool = False
     made: bool = False
 
     @property
@@ -262,14 +265,18 @@ class GpuOperator:
         return self._bring(names, lambda node: version, deadline, patience, check)
 
     def restore(
-        self, names: Sequence[str], deadline: float, patience: float, check: bool = False
+        self, names: Sequence[str], deadline: float, patience: float, check: bool = False, finished: bool = True
     ) -> dict[str, Progress]:
-        """Bring exactly these nodes back to the version that a run of ours found on them, also one that is over."""
-        if not check:
+        """Bring exactly these nodes back to the version that a run of ours found on them; if ``finished``, also a run
+        that is over with them."""
+        if finished and not check:
             self._recall(names)
 
         def wanted(node: DriverNode) -> str:
-            return str(node.note.get("from") or node.previous)
+            note, now = node.note, node.pod.version if node.pod else ""
+            if note.get("step") or (note and note.get("from") != now):
+                return str(note.get("from") or "")
+            return node.previous if finished or not (note or node.last) else ""
 
         return self._bring(names, wanted, deadline, patience, check, back=True)
 
@@ -277,14 +284,13 @@ class GpuOperator:
         """Write the notes again that a run which is over had on the nodes of the owners of these."""
         operator = self.look()
         of_these = [operator.nodes[name] for name in names if name in operator.nodes]
-        owners = {node.owner.uid: node.owner for node in of_these if node.owner and node.previous and not node.note}
+        owners = {node.owner.uid: node.owner for node in of_these if node.owner and _is_over(node)}
 
         def recall(node: DriverNode) -> None:
-            last = node.owner.last if node.owner else {}
             note = {
                 "run_id": self._run_id,
                 "from": node.previous,
-                "to": last.get("to"),
+                "to": node.pod.version if node.pod else None,
                 "step": DONE,
                 "initial": objects.INITIAL in node.annotations,
                 "at": self._clock(),
@@ -292,12 +298,12 @@ class GpuOperator:
 
             def change(found: Mapping[str, Any]) -> dict[str, Any] | None:
                 annotations = dict(found["metadata"].get("annotations") or {})
-                return None if objects.NOTE in annotations else _with_note(annotations, note)
+                return None if objects.note_of(annotations).get("step") else _with_note(annotations, note)
 
             self._change(node.name, change)
 
         members = [node for owner in owners.values() for node in operator.members(owner)]
-        self._api.each(recall, [node for node in members if node.previous and not node.note])
+        self._api.each(recall, [node for node in members if _is_over(node)])
 
     def _bring(
         self,
@@ -332,13 +338,14 @@ class GpuOperator:
             return progress
         end = time.monotonic() + patience
         turns = [Turn(operator.owners[uid], version, members, back) for (uid, version), members in groups.items()]
-        for turn in turns:
-            self._guarded(turn, self._begin, operator)
         while any(turn.going for turn in turns):
+            for turn in _due(turns):
+                self._guarded(turn, self._begin, operator)
+                turn.begun = True
             operator = self.look()
             late = self._clock() >= deadline
             for turn in turns:
-                self._guarded(turn, self._go_on, operator, late)
+                self._guarded(turn, self._go_on if turn.begun else _wait_for_turn, operator, late)
             if time.monotonic() >= end:
                 break
             self._sleep(POLL_SECONDS)
@@ -364,10 +371,7 @@ class GpuOperator:
     def _go_on(self, turn: Turn, operator: Operator, late: bool) -> None:
         current = operator.owners.get(turn.owner.uid)
         if not turn.made and (current is None or current.version != turn.version):
-            raise Failure(
-                f"somebody has written {current.version if current else 'nothing'} over {turn.version} in "
-                f"{turn.owner.title}; if its manifest is kept elsewhere, in git for example, change the version there"
-            )
+            raise Failure(_written_over(turn.owner, current.version if current else "nothing", turn.version))
         self._api.each(
             lambda name: self._step(operator.nodes.get(name), name, turn, turn.progress[name], late), turn.going
         )
@@ -423,13 +427,16 @@ class GpuOperator:
         self._change(name, change)
 
     def _write_version(self, owner: Owner, version: str) -> None:
-        """Into the owner, with what was there before in its note; again if it changed meanwhile."""
+        """Into the owner, with what was there before in its note; again if it changed meanwhile. What somebody has
+        written over the version that this run had written there is left."""
         for dummy in range(8):
             item = self._api.get(owner.path)
             annotations = dict(item["metadata"].get("annotations") or {})
             now = _at(item, owner.version_path)
             note = dict(objects.note_of(annotations)) or {"from": now}
-            note["run_id"] = self._run_id
+            if note.get("run_id") == self._run_id and now not in (version, note.get("to", now)):
+                raise Failure(_written_over(owner, now, note["to"]))
+            note |= {"run_id": self._run_id, "to": version}
             if now == version and objects.note_of(annotations) == note:
                 return
             annotations[objects.NOTE] = json.dumps(note)
@@ -454,6 +461,9 @@ class GpuOperator:
             behind = [each for each in sets if each.version != version or each.newest is None]
             if sets and not behind:
                 return
+            now = operator.owners[owner.uid].version if owner.uid in operator.owners else "nothing"
+            if now != version:
+                raise Failure(_written_over(owner, now, version))
             if time.monotonic() >= end:
                 found = ", ".join(f"{each.name} has {each.version}" for each in behind) or "there is none"
                 raise Failure(
@@ -477,7 +487,7 @@ class GpuOperator:
             if pod is None or pod.deleting:
                 its.waiting = "its new driver pod is not there yet"
             elif _is_to_restart(node, pod, its.loaded, turn):
-                self._restart(node, pod, turn.version, its)
+                self._restart(node, pod, turn, its)
             elif pod.trouble is not None and pod.trouble.hopeless:
                 why = self._holders(name) if pod.trouble.init else ""
                 its.fail(f"{name}: driver pod {pod.name}: {pod.trouble}{why}; {_logs(pod)}")
@@ -495,8 +505,11 @@ class GpuOperator:
 
     def _working(self, name: str) -> list[str]:
         pods = self._api.items("/api/v1/pods", fieldSelector=f"spec.nodeName={name}")
+        by_claim = objects.claimants(self._api.items("/apis/resource.k8s.io/v1/resourceclaims"))
         return [
-            f"{pod['metadata']['namespace']}/{pod['metadata']['name']}" for pod in pods if objects.asks_for_gpu(pod)
+            f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
+            for pod in pods
+            if objects.asks_for_gpu(pod, by_claim)
         ]
 
     def _holders(self, name: str) -> str:
@@ -505,7 +518,7 @@ class GpuOperator:
             return f"; it cannot unload the old driver under {', '.join(found)}"
         return "; it cannot unload the old driver, which no pod asks for: look for processes that hold /dev/nvidia*"
 
-    def _restart(self, node: DriverNode, pod: DriverPod, version: str, its: Progress) -> None:
+    def _restart(self, node: DriverNode, pod: DriverPod, turn: Turn, its: Progress) -> None:
         """Delete the driver pod of a node that is out of service and empty; its DaemonSet makes another."""
         if not node.cordoned:
             its.fail(f"{node.name} takes new work, so its driver was not touched; take it out of service first")
@@ -514,7 +527,8 @@ class GpuOperator:
         if found:
             its.fail(f"{node.name} is not empty, so its driver was not touched: {', '.join(found)}")
             return
-        self._note(node.name, step=objects.RESTART, to=version, gone=pod.uid)
+        before = node.note.get("from") or (turn.version if turn.back else pod.version)
+        self._note(node.name, **{"from": before}, step=objects.RESTART, to=turn.version, gone=pod.uid)
         self._api.delete(object_path("v1", "pods", pod.name, pod.namespace), preconditions={"uid": pod.uid})
         its.changed, its.waiting = True, "its driver pod was deleted"
 
@@ -539,13 +553,19 @@ class GpuOperator:
             if node.name in turn.progress or not expected or node.pod is None or node.pod.version == expected:
                 continue
             if note.get("strayed") != node.pod.version:
-                self._note(node.name, strayed=node.pod.version, closed=not node.cordoned)
+                self._note(node.name, strayed=node.pod.version)
             if not node.cordoned:
-                self._change(node.name, lambda found: {"/spec/unschedulable": True})
+                self._change(node.name, self._closed)
             self.strayed[node.name] = (
                 f"{node.name} got a driver pod of {node.pod.version} in place of {expected} out of its turn (somebody "
                 "has deleted the old one, or the node's labels were away for a moment); it was taken out of service"
             )
+
+    def _closed(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """A node out of service by our doing, so that in its turn it is not taken for somebody else's."""
+        annotations = dict(found["metadata"].get("annotations") or {})
+        annotations.setdefault(objects.CORDON, json.dumps({"run_id": self._run_id, "at": self._clock()}))
+        return {"/metadata/annotations": annotations, "/spec/unschedulable": True}
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -581,6 +601,10 @@ class GpuOperator:
         said = []
         running = Counter(node.pod.version for node in members if node.pod and node.pod.ready)
         version = owner.version if running.get(owner.version) or not running else running.most_common(1)[0][0]
+        written = owner.note.get("to", owner.version)
+        if written != owner.version:
+            version = owner.version
+            said.append(f"{_written_over(owner, version, written)}; it is left so")
         if version != owner.version:
             said.append(f"{owner.title}: {version}, which its nodes have, written back in place of {owner.version}")
         if not check:
@@ -590,32 +614,23 @@ class GpuOperator:
             fresh = self.look().nodes
             members = [fresh[node.name] for node in members if node.name in fresh]
         noted = [node for node in members if node.note]
-        good = [node for node in noted if node.pod is not None and node.pod.version == version and node.in_sync]
+        good = [n for n in noted if n.pod is not None and n.pod.ready and n.pod.version == version and n.in_sync]
         left = [node for node in noted if node not in good]
         if left:
             names = " ".join(node.name for node in left)
             said.append(
                 f"held from the operator by the label {objects.SKIP}, as their driver pods are not what {owner.title} "
-                f"says now ({version}): {names}; upgrade them, or leave them to the operator: "
+                f"says now ({version}), or not ready: {names}; upgrade them, or leave them to the operator: "
                 f"kubectl label node {names} {objects.SKIP}-"
             )
         if good:
             said.append(f"the operator's again: {' '.join(node.name for node in good)}")
         if not check:
             self._api.each(self._let_go, good)
-            annotations = {objects.LAST: self._remembered(owner, version), **({} if left else {objects.NOTE: None})}
-            body = {"metadata": {"annotations": annotations}}
-            self._api.ask("PATCH", owner.path, body, MERGE_PATCH, fieldManager=FIELD_MANAGER)
+            if owner.note and not left:
+                body = {"metadata": {"annotations": {objects.NOTE: None}}}
+                self._api.ask("PATCH", owner.path, body, MERGE_PATCH, fieldManager=FIELD_MANAGER)
         return said
-
-    def _remembered(self, owner: Owner, version: str) -> str | None:
-        """What is kept of a run that is over, so that nodes can still go back; nothing of one that went back itself."""
-        former = owner.note.get("from")
-        if not former or former == version:
-            return json.dumps(dict(owner.last)) if owner.last else None
-        if owner.last.get("from") == version:
-            return None
-        return json.dumps({"run_id": owner.note.get("run_id"), "from": former, "to": version})
 
     def _let_go(self, node: DriverNode) -> None:
         def change(found: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -623,10 +638,18 @@ class GpuOperator:
             note = objects.note_of(annotations)
             annotations.pop(objects.NOTE, None)
             labels.pop(objects.SKIP, None)
-            opened = {"/spec/unschedulable": False} if note.get("closed") and note.get("step") == DONE else {}
-            return {"/metadata/labels": labels, "/metadata/annotations": annotations, **opened}
+            if note.get("step") == DONE:  # it can still go back; one that has gone back has nothing to go back from
+                annotations.pop(objects.LAST, None)
+                if note.get("from") not in (None, note.get("to")):
+                    annotations[objects.LAST] = json.dumps({key: note.get(key) for key in ("run_id", "from", "to")})
+            return {"/metadata/labels": labels, "/metadata/annotations": annotations}
 
         self._change(node.name, change)
+
+
+def _is_over(node: DriverNode) -> bool:
+    """Whether it can go back from an upgrade that is over, and no run has done anything to it since."""
+    return bool(node.last and node.previous) and not node.note.get("step")
 
 
 def _with_note(annotations: Mapping[str, str], note: Mapping[str, Any]) -> dict[str, Any]:
@@ -660,6 +683,31 @@ def _is_to_restart(node: DriverNode, pod: DriverPod, loaded: str | None, turn: T
     if node.note.get("gone") is not None and node.note.get("to") == turn.version:
         return False
     return (pod.trouble is not None and pod.trouble.hopeless) or (pod.ready and loaded not in (None, turn.version))
+
+
+def _due(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns to begin now: one owner can have one version at a time."""
+    busy = {turn.owner.uid for turn in turns if turn.begun and turn.going and not turn.made}
+    due = []
+    for turn in turns:
+        if turn.going and not turn.begun and turn.owner.uid not in busy:
+            busy.add(turn.owner.uid)
+            due.append(turn)
+    return due
+
+
+def _wait_for_turn(turn: Turn, operator: Operator, late: bool) -> None:
+    for name in turn.going:
+        turn.progress[name].waiting = f"other nodes of {turn.owner.title} get another driver than {turn.version} first"
+        if late:
+            turn.progress[name].fail(f"{name} was not begun with in time: {turn.progress[name].waiting}")
+
+
+def _written_over(owner: Owner, now: object, ours: object) -> str:
+    return (
+        f"somebody has written {now} over {ours} in {owner.title}; if its manifest is kept elsewhere, in git for "
+        "example, change the version there"
+    )
 
 
 def _at(item: Mapping[str, Any], path: str) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -46,7 +46,7 @@ CORDON = "gpufleet.driver/cordon"
 """Annotation of a node that a run has taken out of service, by whichever scheduler module."""
 
 LAST = "gpufleet.driver/last-upgrade"
-"""Annotation of an owner: JSON of the last upgrade that is over, so that nodes can still go back to what they had."""
+"""Annotation of a node: JSON of its last upgrade that is over, so that it can still go back to what it had."""
 
 DONE, REQUIRED, FAILED = "upgrade-done", "upgrade-required", "upgrade-failed"
 UNDER_WAY = (
@@ -82,8 +82,7 @@ class Owner:
     """Whether the operator would upgrade nodes by itself."""
     precompiled: bool
     note: Mapping[str, Any]
-    last: Mapping[str, Any]
-    """What the last upgrade that is over did: its run_id, and the versions from and to which it brought nodes."""
+    """What a run has written into it: its run_id, the version ``to``, and the one that was there before (``from``)."""
 
     @property
     def title(self) -> str:
@@ -178,18 +177,26 @@ class DriverNode:
 
     @property
     def previous(self) -> str:
-        """The version that the last upgrade of ours found on it, be it over or not; empty if there was none."""
-        note, last = self.note, self.owner.last if self.owner else {}
+        """The version that the last upgrade of ours found on it, be it over or not; empty if there was none.
+
+        Where somebody has removed its note, it is what its owner had before the version that it has was written there.
+        """
+        note, last, now = self.note, self.last, self.pod.version if self.pod else ""
         if note.get("step"):
             return str(note.get("from") or "") if note.get("from") != note.get("to") else ""
-        now = self.pod.version if self.pod else ""
+        if now and not note and not last and self.owner is not None:
+            last = self.owner.note
         return str(last.get("from") or "") if now and last.get("to") == now != last.get("from") else ""
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """What its last upgrade that is over did: its run_id, and the versions from and to which it brought it."""
+        return note_of(self.annotations, LAST)
 
     @property
     def run_id(self) -> str:
         """The run that is at work on it, or was the last to be; empty if there was none."""
-        last = self.owner.last if self.owner and self.previous else {}
-        return str(self.note.get("run_id") or last.get("run_id") or "")
+        return str(self.note.get("run_id") or (self.last.get("run_id") if self.previous else "") or "")
 
     @property
     def unfinished(self) -> bool:
@@ -312,10 +319,23 @@ def note_of(annotations: Mapping[str, str], key: str = NOTE) -> Mapping[str, Any
     }
 
 
-def asks_for_gpu(pod: Object) -> bool:
-    """Whether a pod that is not over asks for GPUs by name or by claim."""
+def claimants(claims: Iterable[Object]) -> set[str]:
+    """uids of the pods that have GPUs by a claim of NVIDIA's DRA driver."""
+    out = set()
+    for claim in claims:
+        status = claim.get("status") or {}
+        results = ((status.get("allocation") or {}).get("devices") or {}).get("results") or ()
+        if any(str(each.get("driver", "")).endswith(".nvidia.com") for each in results):
+            out |= {str(each.get("uid")) for each in status.get("reservedFor") or ()}
+    return out
+
+
+def asks_for_gpu(pod: Object, by_claim: Collection[str] = ()) -> bool:
+    """Whether a pod that is not over asks for GPUs by name, or is one of those that have them by a claim."""
     if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
         return False
+    if pod["metadata"]["uid"] in by_claim:
+        return True
     spec = pod["spec"]
     for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
         asked = container.get("resources") or {}
@@ -333,9 +353,10 @@ def read(listed: Listed) -> Operator:
     own_objects = listed.drivers if active is None or driver.get("useNvidiaDriverCRD") else [active]
     release = _release(listed)
     owners = {item["metadata"]["uid"]: _owner(item, driver, release) for item in own_objects}
-    sets = tuple(_set(item, listed.revisions, owners) for item in listed.sets)
+    namespace = _namespace(active, listed.sets, owners)
+    sets = tuple(_set(each, listed.revisions, owners) for each in listed.sets if _is_in(each, namespace))
     by_uid = {each.uid: each for each in sets}
-    pods = [pod for pod in map(_pod, listed.pods) if pod is not None]
+    pods = [pod for pod in map(_pod, listed.pods) if pod is not None and pod.namespace == namespace]
     counts: dict[str, int] = {}
     for pod in pods:
         counts[pod.set_uid] = counts.get(pod.set_uid, 0) + 1
@@ -344,7 +365,7 @@ def read(listed: Listed) -> Operator:
         running[pod.node] = pod
     validators: dict[str, list[bool]] = {}
     for item in listed.validators:
-        if "deletionTimestamp" in item["metadata"]:
+        if "deletionTimestamp" in item["metadata"] or not _is_in(item, namespace):
             continue
         validators.setdefault(item["spec"].get("nodeName", ""), []).append(_is_ready(item))
     nodes = {}
@@ -367,10 +388,9 @@ def read(listed: Listed) -> Operator:
             cordoned=bool(item["spec"].get("unschedulable")),
             validators=tuple(validators.get(name, ())),
         )
-    namespace = (active.get("status") or {}).get("namespace") if active else None
     return Operator(
         release=release,
-        namespace=namespace or next((item["metadata"]["namespace"] for item in listed.sets), "gpu-operator"),
+        namespace=namespace,
         owners=owners,
         sets=sets,
         nodes=nodes,
@@ -378,6 +398,17 @@ def read(listed: Listed) -> Operator:
         policies=len(policies),
         sandbox=bool(((active or {}).get("spec", {}).get("sandboxWorkloads") or {}).get("enabled")),
     )
+
+
+def _namespace(active: Object | None, sets: Iterable[Object], owners: Mapping[str, Owner]) -> str:
+    """Where the operator has all of its pods; somebody else's may have its labels, but not there."""
+    said = ((active or {}).get("status") or {}).get("namespace")
+    owned = sorted(sets, key=lambda item: not any(_owned_by(item, uid) for uid in owners))
+    return str(said or next((item["metadata"]["namespace"] for item in owned), "gpu-operator"))
+
+
+def _is_in(item: Object, namespace: str) -> bool:
+    return bool(item["metadata"]["namespace"] == namespace)
 
 
 def _release(listed: Listed) -> tuple[int, ...]:
@@ -411,7 +442,6 @@ def _owner(item: Object, policy_driver: Object, release: tuple[int, ...]) -> Own
         auto=bool((policy or {}).get("autoUpgrade")),
         precompiled=bool(own.get("usePrecompiled")),
         note=note_of(meta.get("annotations") or {}),
-        last=note_of(meta.get("annotations") or {}, LAST),
     )
 
 

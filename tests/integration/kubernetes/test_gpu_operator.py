@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
 from cluster import RUN, evacuate, go, until
-from operator_cluster import DRIVERS, NEW, OLD, POLICIES, OperatorCluster
+from operator_cluster import DRIVERS, NEW, OLD, OTHER, POLICIES, OperatorCluster
 from standin import ENABLED, INITIAL, PAUSED, SKIP, STATE, is_ready
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import gpu_operator_objects as objects
@@ -67,6 +66,23 @@ def test_nodes_go_back_after_the_upgrade_is_over(operated: OperatorCluster) -> N
     assert not any(its.changed for its in operated.restore(first, second).values())
 
 
+def test_each_node_goes_back_to_what_it_had(operated: OperatorCluster) -> None:
+    """Two upgrades of parts of the fleet to different versions, and one way back for both."""
+    first, second, third = operated.begin(3)
+    operated.cordon(first, second)
+    operated.swap(first, second)
+    operated.driver().settle()
+    operated.swap(second, version=OTHER)
+    operated.driver().settle()
+    found = operated.judged()["nodes"]
+    assert [found[name]["previous"] for name in (first, second, third)] == [OLD, NEW, ""]
+    # a run that fails before it has touched a node undoes nothing of the ones before it
+    failed = operated.driver("run-2").restore([first, second], time.time() + 120, 0, finished=False)
+    assert all(its.done and not its.changed for its in failed.values()) and operated.version() == OTHER
+    assert all(its.done for its in operated.restore(first, second).values())
+    assert [operated.loaded(name) for name in (first, second, third)] == [OLD, NEW, OLD]
+
+
 def test_a_node_that_has_its_driver_is_not_done_with_as_long_as_it_is_out_of_service(operated: OperatorCluster) -> None:
     (first, dummy) = operated.begin(2)
     backend = operated.backend()
@@ -116,7 +132,8 @@ def test_a_canary_that_fails_leaves_the_fleet_as_it_was(operated: OperatorCluste
     operated.set(broken={NEW: ["*"]})
     operated.cordon(first)
     assert operated.swap(first)[first].failed
-    assert operated.restore(first)[first].done
+    operated.change(first, metadata={"annotations": {objects.NOTE: None}})  # also if somebody has removed its note
+    assert operated.restore(first)[first].done and operated.loaded(first) == OLD
     operated.driver().settle()
     assert operated.version() == OLD and settled(operated, first, second, third)
     operated.let_pass()
@@ -125,20 +142,25 @@ def test_a_canary_that_fails_leaves_the_fleet_as_it_was(operated: OperatorCluste
 
 def test_a_node_in_service_or_at_work_is_not_touched(operated: OperatorCluster) -> None:
     """Weakness 19: also a pod that holds nothing, but asked for a GPU, has the old driver's files."""
-    first, second, dummy = operated.begin(3)
+    first, second, third = operated.begin(3)
     operated.pod("job", first, gpus=1)
-    operated.cordon(first)
-    found = operated.swap(first, second)
-    assert "is not empty" in found[first].msg and f"{operated.namespace}/job" in found[first].msg
+    operated.dra(third, 2)
+    operated.claim("claim")
+    claimed = [{"name": "g", "resourceClaimName": "claim"}]
+    operated.pod("by-claim", gpus=0, resourceClaims=claimed, container={"resources": {"claims": [{"name": "g"}]}})
+    operated.cordon(first, third)
+    found = operated.swap(first, second, third)
+    for name, job in ((first, "job"), (third, "by-claim")):
+        assert "is not empty" in found[name].msg and f"{operated.namespace}/{job}" in found[name].msg
     assert "takes new work" in found[second].msg
-    assert operated.loaded(first) == operated.loaded(second) == OLD
+    assert operated.loaded(first) == operated.loaded(second) == operated.loaded(third) == OLD
 
 
 def test_the_image_is_pulled_while_nodes_work(operated: OperatorCluster) -> None:
     (first, dummy) = operated.begin(2)
     operated.pod("job", first, gpus=1)
     driver = operated.driver()
-    assert driver.stage([first], NEW, time.time() + 20, 20)[first].done
+    assert driver.stage([first], NEW, time.time() + 120, 120)[first].done
     assert not [p for p in operated.operator_pods(first) if "gpufleet-pull" in p["metadata"]["name"] and is_ready(p)]
     assert operated.loaded(first) == OLD and operated.version() == OLD
 
@@ -146,7 +168,7 @@ def test_the_image_is_pulled_while_nodes_work(operated: OperatorCluster) -> None
 def test_a_version_without_an_image_is_refused_before_anything_is_disturbed(operated: OperatorCluster) -> None:
     """Weaknesses 41 and 42."""
     (first, dummy) = operated.begin(2)
-    its = operated.driver().stage([first], "575.404.1", time.time() + 20, 20)[first]
+    its = operated.driver().stage([first], "575.404.1", time.time() + 120, 120)[first]
     assert its.failed and "cannot pull nvcr.io/nvidia/driver:575.404.1-ubuntu22.04 (ImagePullBackOff)" in its.msg
     assert operated.version() == OLD and operated.loaded(first) == OLD
 
@@ -186,7 +208,7 @@ def test_slots_of_the_operator_are_not_waited_for(operated: OperatorCluster) -> 
     operated.set(broken={NEW: [third]}, pass_seconds=0.5)
     operated.write_version(NEW)
     until("the operator has begun", lambda: NEW in map(operated.loaded, (first, second)) or _fails(operated, third))
-    until("one node eats the slot", lambda: _fails(operated, third), 60)
+    until("one node eats the slot", lambda: _fails(operated, third))
     waiting = [name for name in (first, second) if operated.loaded(name) == OLD]
     operated.cordon(first, second)
     assert all(its.done for its in operated.swap(first, second).values()), waiting
@@ -285,14 +307,17 @@ def test_a_driver_pod_made_anew_out_of_turn_closes_its_node(operated: OperatorCl
     until("the new one crashes", lambda: _crashes(operated, second))
     driver = operated.driver()
     operated.cordon(third)
-    driver.swap([third], NEW, time.time() + 20, 20)
+    driver.swap([third], NEW, time.time() + 120, 120)
     assert f"{second} got a driver pod of {NEW} in place of {OLD}" in driver.strayed[second]
     assert operated.is_cordoned(second) and operated.pod_phase("job") == "Running" and operated.loaded(second) == OLD
     until("its restarts are told", lambda: _warns(operated, second, "restarted under its running work"))
-    # its turn: once it is empty it is mended, and open again since it was us who closed it
-    assert evacuate(operated.backend(evict_unmanaged=True), [second], go(operated, "job"))[second].as_dict()["empty"]
+    # its turn: it is ours since it was us who closed it; once it is empty it is mended
+    backend = operated.backend(evict_unmanaged=True)
+    assert backend.cordon([second], RUN)[second].after.ours
+    assert evacuate(backend, [second], go(operated, "job"))[second].as_dict()["empty"]
     assert operated.swap(second)[second].done
     operated.driver().settle()
+    backend.uncordon([second], RUN)
     assert not operated.is_cordoned(second) and operated.loaded(second) == NEW
 
 
@@ -334,7 +359,7 @@ def test_a_validator_that_never_passes_is_not_done(operated: OperatorCluster) ->
     (first, dummy) = operated.begin(2)
     operated.set(validator_fails=[first])
     operated.cordon(first)
-    its = operated.swap(first, seconds=6)[first]
+    its = operated.fails_late(first, "validator is not ready")
     assert its.failed and "validator is not ready" in its.msg and operated.is_cordoned(first)
 
 
@@ -343,28 +368,27 @@ def test_the_loaded_version_counts_and_not_the_pod(operated: OperatorCluster) ->
     (first, dummy) = operated.begin(2)
     operated.set(stale_gfd=[first])
     operated.cordon(first)
-    its = operated.swap(first, seconds=6)[first]
+    its = operated.fails_late(first, "nobody has said")
     assert its.failed and "nobody has said yet which driver is loaded" in its.msg
     driver = operated.driver(loaded={first: NEW})
-    assert driver.swap([first], NEW, time.time() + 10, 10)[first].done
+    assert driver.swap([first], NEW, time.time() + 120, 120)[first].done
 
 
 def test_an_owner_that_is_written_over_is_told(operated: OperatorCluster) -> None:
-    """A manifest kept in git puts its version back."""
+    """A manifest kept in git puts its version back, while we wait or between two batches; that stays."""
     (first, dummy) = operated.begin(2)
     operated.set(init_seconds=30)
     operated.cordon(first)
-    operated.driver().swap([first], NEW, time.time() + 20, 0)
-
-    def put_back() -> None:
-        until("our version is there", lambda: operated.version() == NEW)
-        operated.write_version(OLD)
-
-    git = threading.Timer(1.0, put_back)
-    git.start()
-    its = operated.driver().swap([first], NEW, time.time() + 20, 10)[first]
-    git.join()
+    operated.driver().swap([first], NEW, time.time() + 120, 0)
+    while_we_wait = operated.driver(sleep=lambda seconds: operated.write_version(OLD))
+    its = while_we_wait.swap([first], NEW, time.time() + 120, 120)[first]
     assert its.failed and f"somebody has written {OLD} over {NEW} in ClusterPolicy cluster-policy" in its.msg
+    operated.write_version(OTHER)
+    words = f"somebody has written {OTHER} over {NEW} in ClusterPolicy cluster-policy"
+    for act in (operated.swap, operated.restore):
+        assert words in act(first)[first].msg
+    said = "\n".join(operated.driver().settle())
+    assert f"{words}" in said and "it is left so" in said and operated.version() == OTHER
 
 
 def test_a_cosmetic_change_of_the_operator_restarts_nothing_of_ours(operated: OperatorCluster) -> None:
@@ -388,7 +412,7 @@ def test_the_api_server_may_be_away_in_the_middle(operated: OperatorCluster) -> 
     operated.driver().swap([first], NEW, time.time() + 60, 0)
     operated.lab("kill", "kube-apiserver")
     operated.lab("start", "kube-apiserver")
-    assert operated.swap(first, seconds=60)[first].done and operated.loaded(first) == NEW
+    assert operated.swap(first, seconds=120)[first].done and operated.loaded(first) == NEW
 
 
 @pytest.mark.parametrize("release", ["v25.10.1", "v26.7.0"])

@@ -13,9 +13,10 @@ import pytest
 import yaml
 from cluster import Object, until
 from fleet import Fleet, Played
-from operator_cluster import DRIVERS, NEW, OLD, POLICIES, OperatorCluster, loaded
+from operator_cluster import DRIVERS, NEW, OLD, OTHER, POLICIES, OperatorCluster, loaded
 from standin import SKIP
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.gpu_operator_objects import LAST
 from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api import Api
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kubernetes_lease import (
@@ -24,6 +25,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.kuberne
     LeaseError,
 )
 
+STEERING = "/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicies"
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/default/leases/{NAME}"
 
 
@@ -34,18 +36,20 @@ class Operated:
         self.cluster = cluster
         self.names = cluster.names
         hosts: dict[str, dict] = {name: {} for name in self.names}
-        (directory / "inventory.yml").write_text(yaml.safe_dump({"gpu_nodes": {"hosts": hosts}}))
-        self.fleet = Fleet("kubernetes", directory, self.names)
-        self.variables: dict[str, Any] = {
-            "gpu_driver_version": NEW,
+        of_nodes = {  # as docs/gpu-operator.md has them: not for localhost
             "gpu_driver_owner": "gpu_operator",
-            "gpu_operator_timeout": 60,
             "gpu_scheduler": "kubernetes",
             "gpu_scheduler_options": {
                 "kubeconfig": str(cluster.kubeconfig),
                 "validation_image": "lab.gpufleet/ends:1",
                 "validation_namespace": cluster.namespace,
             },
+        }
+        (directory / "inventory.yml").write_text(yaml.safe_dump({"gpu_nodes": {"hosts": hosts, "vars": of_nodes}}))
+        self.fleet = Fleet("kubernetes", directory, self.names)
+        self.variables: dict[str, Any] = {
+            "gpu_driver_version": NEW,
+            "gpu_operator_timeout": 300,
             "gpu_state_dir": str(directory / "state"),
             "gpu_workload_wait": 120,
         }
@@ -114,11 +118,13 @@ def disturbed(
     run.until("all work runs", run.all_at_work)
     for name, node in run.nodes().items():
         meta = node["metadata"]
-        ours = [key for key in meta["annotations"] if key.startswith(objects.PREFIX)]
+        ours = {key for key in meta["annotations"] if key.startswith(objects.PREFIX)} - {LAST}
         # held, since the operator itself would upgrade one at once that is cordoned, or has another version
         held = name not in upgraded
         assert (meta["labels"].get(SKIP), bool(ours)) == ("true" if held else None, held), name
-    assert operated.api.find(LEASE) is None
+        assert (LAST in meta["annotations"]) is not held, "it can go back"
+        assert not any(label.startswith(objects.STEERED) for label in meta["labels"]), name
+    assert operated.api.find(LEASE) is None and operated.api.get(STEERING)["items"] == []
 
 
 def test_a_fleet_at_work_with_a_cluster_policy(operated: OperatorCluster, tmp_path: Path) -> None:
@@ -147,6 +153,25 @@ def test_a_fleet_at_work_with_pools_of_nvidia_drivers(operated: OperatorCluster,
     assert run.loaded() == {**before, one: OLD} and run.closed() == out and operated.label(one, SKIP) == "true"
     assert {i["spec"]["version"] for i in operated.api.get(DRIVERS)["items"]} == {NEW}
     run.until("all work runs", run.all_at_work)
+
+
+def test_a_run_that_lost_the_fleet_leaves_it_to_the_other(operated: OperatorCluster, tmp_path: Path) -> None:
+    """Another took over in the middle of a batch, and somebody wrote another version: both stay as they are."""
+    operated.begin(3)
+    run = Operated(operated, tmp_path)
+    playing = run.fleet.begin("upgrade", **run.variables)
+    run.until("the version is written", lambda: operated.version() == NEW)
+    holder = operated.api.get(LEASE)["spec"]["holderIdentity"]
+    other = ClusterLease(Api(str(operated.kubeconfig)), "default")
+    other.hold("another", None, 600, holder)
+    try:
+        operated.write_version(OTHER)
+        played = playing.end()
+    finally:
+        other.release("another")
+    assert played.rc != 0 and "locked by run another" in played.output
+    assert "this run no longer has the fleet" in played.output, played.output[-6000:]
+    assert operated.version() == OTHER and all(operated.label(name, SKIP) == "true" for name in operated.names)
 
 
 def test_a_canary_whose_driver_does_not_load_goes_back(operated: OperatorCluster, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.gpu_operat
     Listed,
     Operator,
     asks_for_gpu,
+    claimants,
     image_for,
     note_of,
     of_node,
@@ -309,4 +311,29 @@ def test_when_waiting_longer_is_of_no_use(reason: str, restarts: int, hopeless: 
 )
 def test_who_asks_for_gpus(name: str, phase: str, asks: bool) -> None:
     spec = {"initContainers": [{}], "containers": [{"resources": {"limits": {name: 1}}}]}
-    assert asks_for_gpu({"spec": spec, "status": {"phase": phase}}) is asks
+    assert asks_for_gpu({"metadata": {"uid": "u"}, "spec": spec, "status": {"phase": phase}}) is asks
+
+
+@pytest.mark.parametrize(("driver", "asks"), [("gpu.nvidia.com", True), ("net.example.com", False)])
+def test_who_has_gpus_by_a_claim(driver: str, asks: bool) -> None:
+    status = {"allocation": {"devices": {"results": [{"driver": driver}]}}, "reservedFor": [{"uid": "u"}]}
+    by_claim = claimants([{"status": status}, {}])
+    spec = {"containers": [{"resources": {"claims": [{"name": "g"}]}}]}
+    assert asks_for_gpu({"metadata": {"uid": "u"}, "spec": spec}, by_claim) is asks
+
+
+def test_pods_of_others_with_the_operator_s_labels_are_not_the_operator_s() -> None:
+    theirs = driver_set(owner="nobody", version="999.99")
+    theirs["metadata"] |= {"namespace": "a-tenant", "ownerReferences": []}
+    one = pod("n1", version="999.99", of="set-nobody", namespace="a-tenant")
+    for policies in ([policy()], [{**policy(), "status": {}}]):
+        found = world(policies=policies, sets=[theirs, driver_set()], pods=[pod("n1"), one]).nodes["n1"]
+        assert found.pod is not None and found.pod.version == OLD and found.problem is None
+
+
+def test_a_node_whose_note_is_gone_goes_back_to_what_its_owner_had() -> None:
+    note = {"run_id": "r", "from": OLD, "to": NEW}
+    noted = policy()
+    noted["metadata"]["annotations"] = {NOTE: json.dumps(note)}
+    assert world(policies=[noted], pods=[pod("n1", version=NEW)]).nodes["n1"].previous == OLD
+    assert world(policies=[noted], pods=[pod("n1", version=OLD)]).nodes["n1"].previous == ""
