@@ -163,5 +163,5 @@ def test_a_right_over_the_operator_that_is_missing_is_named(
     (node,) = operated.begin(1)
     operated.cordon(node)
     own = operated.account("almost", all_but(gpu_operator.RIGHTS, resource, verb))
-    its = gpu_operator.GpuOperator(kubernetes_api.Api(str(own)), "run-1").swap([node], NEW, 4e9, 20)[node]
+    its = gpu_operator.GpuOperator(kubernetes_api.Api(str(own)), "run-1").swap([node], NEW, 4e9, 120)[node]
     assert its.failed and f'cannot {verb} resource "{resource}"' in its.msg and "kubernetes-rbac.yml" in its.msg

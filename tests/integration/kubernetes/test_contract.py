@@ -89,6 +89,7 @@ def test_a_patch_onto_another_version_is_refused(cluster: Cluster) -> None:
 
 def test_a_list_without_a_limit_is_whole(cluster: Cluster) -> None:
     """So nothing has to be paged, and no page can expire (410) half way."""
+    until("a controller has written its own", lambda: cluster.api.find(cluster.path("configmaps", "kube-root-ca.crt")))
     for number in range(5):
         cluster.api.post(cluster.path("configmaps"), {"metadata": {"name": f"c{number}"}})
     whole = cluster.api.get(cluster.path("configmaps"))
@@ -109,7 +110,7 @@ def test_a_page_expires_and_a_whole_list_does_not(cluster: Cluster) -> None:
     page = cluster.api.get(events, limit=1)["metadata"]
     newer = cluster.api.post(events, {"metadata": {"name": "newer"}, **about})["metadata"]["resourceVersion"]
     etcd = urlsplit(json.loads((cluster.state / "etcd.json").read_text())["listen-client-urls"])
-    store = http.client.HTTPConnection(str(etcd.hostname), etcd.port, timeout=10)
+    store = http.client.HTTPConnection(str(etcd.hostname), etcd.port, timeout=60)
     store.request("POST", "/v3/kv/compaction", json.dumps({"revision": newer}))
     assert store.getresponse().status == 200
     with pytest.raises(ApiError, match="410"):

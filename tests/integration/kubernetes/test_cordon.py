@@ -147,9 +147,9 @@ def test_our_taint_keeps_new_pods_off_even_if_somebody_uncordons(cluster: Cluste
     (name,) = cluster.nodes(1)
     cluster.backend().cordon([name], RUN)
     if kind == "pods":
-        untolerated(cluster, "early")  # so the scheduler has seen the node as it is now
+        unplaced(cluster, "early")  # so the scheduler has seen the node as it is now
         cluster.change(name, spec={"unschedulable": None})
-        untolerated(cluster, "late")
+        until("the taint keeps it off", lambda: "untolerated taint" in unplaced(cluster, "late"))
     else:
         cluster.change(name, spec={"unschedulable": None})
         cluster.apps("daemonsets", "late", wait=False)
@@ -157,15 +157,16 @@ def test_our_taint_keeps_new_pods_off_even_if_somebody_uncordons(cluster: Cluste
         until("the controller has seen the taint", lambda: wants_no_pod(cluster.api.get(path)["status"]))
 
 
-def untolerated(cluster: Cluster, name: str) -> None:
-    """A new pod finds no node, as it does not tolerate a taint."""
-    made = cluster.template()
-    made["metadata"]["name"] = name
-    cluster.api.post(cluster.path("pods"), made)
-    said = until(
-        "the scheduler's word", lambda: cluster.api.get(cluster.path("pods", name))["status"].get("conditions")
-    )
-    assert said[0].get("reason") == "Unschedulable" and "untolerated taint" in said[0]["message"], said
+def unplaced(cluster: Cluster, name: str) -> str:
+    """Why the scheduler finds no node for a pod, which is made if it is not there."""
+    path = cluster.path("pods", name)
+    if cluster.api.find(path) is None:
+        made = cluster.template()
+        made["metadata"]["name"] = name
+        cluster.api.post(cluster.path("pods"), made)
+    said = until("the scheduler's word", lambda: cluster.api.get(path)["status"].get("conditions"))
+    assert said[0].get("reason") == "Unschedulable", said
+    return said[0]["message"]
 
 
 def wants_no_pod(status: dict[str, Any]) -> bool:

@@ -71,7 +71,7 @@ def test_a_node_is_taken_out_emptied_proven_and_put_back(cluster: Cluster) -> No
     died = {
         "cordon": at_last(cluster, with_api(lambda: backend.cordon([taken], RUN))),
         "evacuate": at_last(cluster, with_api(lambda: evacuate(backend, [taken], go(cluster, *pods, to=(goal,))))),
-        "validate": at_last(cluster, with_api(lambda: backend.validate([taken], RUN, {}, 20))),
+        "validate": at_last(cluster, with_api(lambda: backend.validate([taken], RUN, {}, 120))),
     }
     assert {pod["spec"]["nodeName"] for pod in cluster.pods(labelSelector="app=llama")} == {goal}
     assert cluster.node(taken)["spec"]["unschedulable"]
@@ -92,7 +92,7 @@ def test_a_driver_is_changed_by_the_operator(operated: OperatorCluster) -> None:
     operated.cordon(first)
 
     def swap(api: Mortal) -> None:
-        its = GpuOperator(api, "run-1").swap([first], NEW, time.time() + 60, 30)[first]
+        its = GpuOperator(api, "run-1").swap([first], NEW, time.time() + 120, 120)[first]
         assert its.done, its
 
     died = [at_last(operated, swap), at_last(operated, lambda api: GpuOperator(api, "run-1").settle())]

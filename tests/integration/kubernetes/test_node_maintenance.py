@@ -143,7 +143,7 @@ def test_nodes_are_handed_out_as_the_operator_allows(
     (other,) = {first, second} - set(ready)
     assert len(ready) == 1 and not cluster.node(ready[0])["spec"].get("unschedulable"), "the cordon is the scheduler's"
     assert maintenance.release(ready)[ready[0]].ready
-    assert maintenance.request([other], time.time() + 60, 20)[other].ready
+    assert maintenance.request([other], time.time() + 120, 120)[other].ready
     assert operator.most == 1
     maintenance.release([other])
     until("nothing is left", lambda: not cluster.api.get(operator.path)["items"])
@@ -155,7 +155,7 @@ def test_a_maintenance_of_another_requestor_is_joined_and_left_to_it(
 ) -> None:
     (node,) = cluster.nodes(1)
     path = others(operator, node, cordon=True)
-    its = maintenance.request([node], time.time() + 60, 20)[node]
+    its = maintenance.request([node], time.time() + 120, 120)[node]
     assert its.ready and its.shared == ("nvidia.network-operator",)
     assert cluster.api.get(path)["spec"]["additionalRequestors"] == [REQUESTOR]
     assert len(cluster.api.get(operator.path)["items"]) == 1
@@ -165,7 +165,7 @@ def test_a_maintenance_of_another_requestor_is_joined_and_left_to_it(
 
 def test_ours_is_left_to_who_joined_it(cluster: Cluster, operator: Operator, maintenance: Maintenance) -> None:
     (node,) = cluster.nodes(1)
-    assert maintenance.request([node], time.time() + 60, 20)[node].ready
+    assert maintenance.request([node], time.time() + 120, 120)[node].ready
     path = f"{operator.path}/gpufleet-{node}"
     cluster.api.patch(path, {"spec": {"additionalRequestors": ["nvidia.network-operator"]}})
     its = maintenance.release([node])[node]
@@ -193,7 +193,7 @@ def test_a_request_that_changes_while_we_leave_it(
 ) -> None:
     """One that was joined meanwhile is not taken from who joined it; one of another's is left all the same."""
     (node,) = cluster.nodes(1)
-    assert maintenance.request([node], time.time() + 60, 20)[node].ready
+    assert maintenance.request([node], time.time() + 120, 120)[node].ready
     path = f"{operator.path}/gpufleet-{node}"
     joined = {"spec": {"additionalRequestors": ["nvidia.network-operator"]}}
     rival = Rival(str(cluster.kubeconfig), lambda: cluster.api.patch(path, joined))
@@ -205,7 +205,7 @@ def test_a_request_that_changes_while_we_leave_it(
     until("it is gone", lambda: cluster.api.find(path) is None)
 
     theirs = others(operator, node, cordon=True)
-    assert maintenance.request([node], time.time() + 60, 20)[node].ready
+    assert maintenance.request([node], time.time() + 120, 120)[node].ready
     both = {"spec": {"additionalRequestors": ["third", REQUESTOR]}}
     rival = Rival(str(cluster.kubeconfig), lambda: cluster.api.patch(theirs, both))
     its = Maintenance(rival, cluster.namespace).release([node])[node]

@@ -86,7 +86,7 @@ def test_every_right_is_used_and_no_other_is_needed(cluster: Cluster, tmp_path: 
     (pod,) = cluster.pods(labelSelector="app=llama")
     backend.cordon([goal], RUN)
     squatters = [cluster.pod(f"squatter-{number}", node=node, gpus=8) for number, node in enumerate(been)]
-    evacuate(backend, [goal], go(cluster, pod["metadata"]["name"], to=(been[0],), fate="move"), patience=5)
+    evacuate(backend, [goal], go(cluster, pod["metadata"]["name"], to=(been[0],), fate="move"))
     until("it waits", lambda: cluster.pods(labelSelector="app=llama", fieldSelector="status.phase=Pending"))
     assert any("waited for a node chosen for it" in line for line in backend.settle(RUN)) and squatters
     allowed = {(group, resource, verb) for group, resource, verbs in kubernetes.RIGHTS for verb in verbs}
@@ -106,8 +106,8 @@ def test_every_right_over_the_gpu_operator_is_used(
     first, dummy = operated.begin(2, pools=pools)
     operated.cordon(first)
     driver = gpu_operator.GpuOperator(kubernetes_api.Api(str(own)), "run-1")
-    assert driver.stage([first], NEW, time.time() + 20, 20)[first].done
-    assert driver.swap([first], NEW, time.time() + 40, 40)[first].done
+    assert driver.stage([first], NEW, time.time() + 120, 120)[first].done
+    assert driver.swap([first], NEW, time.time() + 120, 120)[first].done
     assert driver.settle()
     lease = kubernetes_lease.ClusterLease(kubernetes_api.Api(str(own)), rbac.NAMESPACE)
     for dummy in range(2):

@@ -51,7 +51,7 @@ def test_a_pod_gets_all_gpus_of_the_closed_node_and_succeeds(cluster: Cluster) -
     backend.cordon([name], RUN)
     runner = Runner(cluster, name, 0)
     runner.start()
-    result = backend.validate([name], RUN, {name: 8}, 20)[name]
+    result = backend.validate([name], RUN, {name: 8}, 120)[name]
     assert not result.failed, result.msg
     spec = runner.seen["spec"]
     assert spec["nodeName"] == name and spec["containers"][0]["command"] == ["nvidia-smi"]
@@ -67,7 +67,7 @@ def test_gpus_that_dra_hands_out_are_proven_by_a_claim_of_all_of_them(cluster: C
     backend.cordon([name], RUN)
     runner = Runner(cluster, name, 0)
     runner.start()
-    result = backend.validate([name], RUN, {name: 4}, 20)[name]
+    result = backend.validate([name], RUN, {name: 4}, 120)[name]
     assert not result.failed, result.msg
     assert "limits" not in runner.seen["spec"]["containers"][0]["resources"]
     assert len(runner.claimed["status"]["allocation"]["devices"]["results"]) == 4
@@ -82,7 +82,7 @@ def test_a_pod_that_fails_tells_its_last_words(cluster: Cluster) -> None:
     backend.cordon([name], RUN)
     cluster.change(name, spec={"unschedulable": None})
     Runner(cluster, name, 1, "starting\nCUDA error 802: system not yet initialized\n").start()
-    result = backend.validate([name], RUN, {}, 20)[name]
+    result = backend.validate([name], RUN, {}, 120)[name]
     assert result.failed and "exit status 1, its last line: CUDA error 802" in result.msg
     assert cluster.pods() == []
     assert result.changed and cluster.node(name)["spec"]["unschedulable"], "closed until proven, though uncordoned"
@@ -122,8 +122,8 @@ def test_gpus_are_waited_for(cluster: Cluster) -> None:
     backend = cluster.backend(validation_image="")
     backend.cordon([name], RUN)
     cluster.on_offer(name, 0)
-    threading.Timer(1.5, cluster.on_offer, (name, 8)).start()
-    assert not backend.validate([name], RUN, {}, 20)[name].failed
+    threading.Timer(0.5, cluster.on_offer, (name, 8)).start()
+    assert not backend.validate([name], RUN, {}, 120)[name].failed
 
 
 def test_work_that_sits_on_a_gpu_shows_in_the_scheduler_s_words(cluster: Cluster) -> None:
@@ -131,8 +131,9 @@ def test_work_that_sits_on_a_gpu_shows_in_the_scheduler_s_words(cluster: Cluster
     cluster.pod("squatter", gpus=1)
     backend = cluster.backend()
     backend.cordon([name], RUN)
-    result = backend.validate([name], RUN, {}, 3)[name]
-    assert result.failed and "Insufficient nvidia.com/gpu" in result.msg
+    until(
+        "the scheduler's word", lambda: "Insufficient nvidia.com/gpu" in backend.validate([name], RUN, {}, 1)[name].msg
+    )
 
 
 @pytest.mark.parametrize("check", [True, False])
