@@ -40,7 +40,7 @@ class Podman(Service):
         self.container = unit[len(PREFIX) :]
         if not _NAME.fullmatch(self.container):
             raise ServiceError(f"{self.container!r} is not the name of a container")
-        self.moved: _Renamed = _Renamed(self)  # type: ignore[assignment]
+        self.moved: Renamed = Renamed(self)  # type: ignore[assignment]
 
     @property
     def guard_path(self) -> Path:
@@ -226,7 +226,7 @@ class Podman(Service):
         self.podman("rm", "--force", "--time", "0", self.container)
 
 
-class _Renamed:
+class Renamed:
     """Keeps a container that now runs on another node from being started on this one: under another name."""
 
     def __init__(self, box: Podman) -> None:

@@ -291,6 +291,7 @@ class Target(Common):
         """Images to processes, as the unit's own; what an interrupted attempt left is ended first."""
         if record["state"] == STARTING:
             self._stop(record, service)
+            service.forget()
         record.update(state=STARTING, restored=False)
         suspend.write_record(path, record)
         root = self._open(work, path, record, manifest)

@@ -17,10 +17,19 @@ from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, suspend
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import Work
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import Podman, Renamed
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Moved, Service
 
-OWNERS = {"suspend": suspend, "artefact": artefact, "backend": CudaCriu, "service": Service, "moved": Moved}
+OWNERS = {
+    "suspend": suspend,
+    "artefact": artefact,
+    "backend": CudaCriu,
+    "service": Service,
+    "moved": Moved,
+    "podman": Podman,
+    "renamed": Renamed,
+}
 
 
 def die_after(owner: Any, name: str, time: int) -> None:
@@ -50,7 +59,7 @@ def main() -> None:
         node=os.uname().nodename,
         limits=Limits(settle=1.0, lock=1.0),
     )
-    work = Work(given["name"], given["unit"], given["save"])
+    work = Work(given["name"], given.get("unit"), given["save"], container=given.get("container"))
     if order["act"] == "capture":
         backend.capture(work)
     elif order["act"] == "commit":

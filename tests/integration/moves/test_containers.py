@@ -154,3 +154,31 @@ def test_a_container_moves_under_its_own_name_and_comes_home(nodes: dict[str, No
     assert second.sh("podman ps --all --quiet") == ""
     for node in (home, first, second):
         assert node.sh("ls -A /var/lib/gpufleet/store; systemctl list-timers --all --no-legend 'gpufleet*'") == ""
+
+
+def test_an_end_and_a_restore_that_are_cut_off_are_taken_up_again(nodes: dict[str, Node]) -> None:
+    """The module is killed when it has put the container aside, and again when podman has brought it back elsewhere."""
+    home, first = nodes[HOME], nodes[FIRST]
+    box = Box("notebook", home)
+    folder = share(home.fleet)
+    where = {"store": str(folder / "store")}
+
+    def ask(node: Node, module: str, state: str, **options: Any) -> dict[str, Any]:
+        told = node.run(module, state=state, workloads=[{**box.declared(), "artefact": artefact}], **where, **options)
+        assert not told["failed"], told
+        return dict(told["workloads"][0])
+
+    def die(node: Node, act: str, owner: str, name: str) -> None:
+        order = {"act": act, "work": box.declared(), "after": [owner, name, 1], "artefact": artefact, "target": FIRST}
+        words = ["python3", f"{folder}/die.py", str(folder), json.dumps({**order, **where})]
+        assert node.sh(f"{shlex.join(words)} >&2; echo $?") == "137"
+
+    artefact = None
+    artefact = ask(home, "workload_checkpoint", "captured")["artefact"]
+    ask(first, "workload_restore", "prepared")
+    die(home, "commit", "renamed", "place")
+    ask(home, "workload_checkpoint", "committed", target=FIRST)
+    die(first, "restore", "podman", "restore")
+    told = home.run("workload_move", workloads=[box.declared()], candidates=[FIRST], shared=True, **where, **QUICK)
+    assert (told["workloads"][0]["how"], told["workloads"][0]["to"]) == ("moved", FIRST), told
+    box.assert_goes_on(first)
