@@ -17,6 +17,9 @@ from typing import Any
 from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 
+_ANSWERED = ("Failed to create temporary directory", "No space left on device")
+"""What only a node that answers can have said."""
+
 
 class ActionModule(ActionBase):
     _supports_async = True
@@ -28,7 +31,10 @@ class ActionModule(ActionBase):
             result.update(self.act(variables))
         except AnsibleConnectionFailure as exc:
             node = self._task.delegate_to or variables.get("inventory_hostname", "the node")
-            result.update(failed=True, lost=True, msg=f"{node} does not answer ({self._task.action}): {_cause(exc)}")
+            # Ansible takes it for a lost connection if its directory for temporary files cannot be made
+            answered = any(sign in str(exc) for sign in _ANSWERED)
+            seen = "answers, but takes no files" if answered else "does not answer"
+            result.update(failed=True, lost=not answered, msg=f"{node} {seen} ({self._task.action}): {_cause(exc)}")
         else:
             self._remove_tmp_path(self._connection._shell.tmpdir)
         return result

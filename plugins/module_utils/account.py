@@ -135,9 +135,13 @@ def outcomes(
 def driver_versions(
     nodes: Iterable[Mapping[str, Any]], hostvars: Mapping[str, Mapping[str, Any]], target: str
 ) -> dict[str, str | None]:
-    """The driver on each node now: as it was found (``gpu_node``), or ``target`` once the node is upgraded."""
+    """The driver on each node now: as it was found (``gpu_node``), or ``target`` once the node is upgraded, or what it
+    came from once it is rolled back."""
+    nodes = list(nodes)
     found = {str(node["name"]): node["loaded"] for node in nodes}
-    return {**found, **dict.fromkeys(outcomes(found, hostvars, ["upgraded"]), target)}
+    former = {str(node["name"]): _previous(node) for node in nodes}
+    back = {name: former[name] for name in outcomes(found, hostvars, ["rolled_back"])}
+    return {**found, **back, **dict.fromkeys(outcomes(found, hostvars, ["upgraded"]), target)}
 
 
 def upgrade_lines(
@@ -177,12 +181,14 @@ def upgrade_lines(
         after = "?"
         if outcome == "upgraded" or node["already"]:
             after = target
+        elif outcome == "rolled_back":
+            after = _previous(node)
         elif outcome not in ("lost", "quarantined"):
             after = node["loaded"]
         line = {
             "name": name,
             "batch": batch_of.get(name, "-"),
-            "before": _before(node),
+            "before": _previous(node) or node["installed"],
             "after": known.get("loaded", after),
             "go_on": known.get("go_on", False),
         }
@@ -210,6 +216,12 @@ def return_lines(nodes: Iterable[Mapping[str, Any]], hostvars: Mapping[str, Mapp
 
 def _before(node: Mapping[str, Any]) -> str:
     return node["loaded"] or node["installed"]
+
+
+def _previous(node: Mapping[str, Any]) -> Any:
+    """The driver that a rollback of an upgrade leads to: another than the loaded one where the upgrade goes on with a
+    run that was never concluded."""
+    return node.get("previous") or node["loaded"]
 
 
 def _told(line: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,9 @@ OUTCOMES = (UPGRADED, ROLLED_BACK, QUARANTINED)
 DEBTS = ("services", "dcgm", "workloads")
 """Kinds that say what was stopped and has to be started again; whoever starts it forgets them, nobody else."""
 
+PACKAGES = "packages"
+"""Step that changes packages, and kind that says which exact builds were there before."""
+
 CORDON = "cordon"
 """Kind that says whether somebody else had taken the node out of service; over once the node is given back."""
 
@@ -146,30 +149,47 @@ class Journal:
     def unfinished(self) -> bool:
         return self.run is not None and self.outcome is None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next run goes on with this one, since the node was never put back into service after it."""
+        return self.unfinished or (self.outcome is not None and self.outcome["name"] == QUARANTINED)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a change of packages has begun, and none has ended well since."""
+        last = self.last(PACKAGES)
+        return last is not None and last["state"] != "done"
+
     def as_dict(self) -> dict[str, Any]:
-        return {**self._content, "unfinished": self.unfinished}
+        return {**self._content, "unfinished": self.unfinished, "goes_on": self.goes_on}
 
     def begin(self, run_id: str, target: str, previous: str | None, now: float) -> bool:
         """Begin a run; True if it is new.
 
-        A run that never ended here, or ended in quarantine, is gone on with under the new id: what it remembers of
-        before is still the only record of how the node was. A new run keeps nothing of an ended one but its
-        :data:`DEBTS`.
+        A run that never ended here, or ended in quarantine, is gone on with under the new id, also to another target:
+        what it remembers of before is still the only record of how the node was, and the way back leads there. A new
+        run keeps nothing of an ended one but its :data:`DEBTS`, unless packages were changed since then by modules
+        alone, and that was interrupted: then the node came from what was there before that.
         """
         draft = self._draft()
         run = draft["run"]
-        if run is not None and (draft["outcome"] is None or draft["outcome"]["name"] == QUARANTINED):
+        if run is not None and self.goes_on:
             if run["id"] != run_id:
                 run.setdefault("earlier_ids", []).append(run["id"])
+            if run["target"] != target:
+                run["given_up"] = [*run.get("given_up", ()), run["target"]]
             run.update(id=run_id, target=target)
             draft["outcome"] = None
             self._write(draft)
             return False
+        before = draft["before"]
+        if self.interrupted and PACKAGES in before:
+            previous = before[PACKAGES]["version"]
+        else:
+            draft["steps"] = []
+            before = {kind: value for kind, value in before.items() if kind in DEBTS}
         draft.update(
-            run={"id": run_id, "target": target, "previous": previous, "begun": now},
-            steps=[],
-            before={kind: value for kind, value in draft["before"].items() if kind in DEBTS},
-            outcome=None,
+            run={"id": run_id, "target": target, "previous": previous, "begun": now}, before=before, outcome=None
         )
         self._write(draft)
         return True

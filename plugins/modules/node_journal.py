@@ -113,7 +113,9 @@ journal:
   returned: always
   contains:
     run:
-      description: The run, or null. Its id, target and previous version, when it began, and earlier ids it went under.
+      description:
+        - The run, or null. Its id, target and previous version, when it began, earlier ids it went under, and earlier
+          targets that were given up.
       type: dict
       returned: always
     steps:
@@ -131,6 +133,10 @@ journal:
       returned: always
     unfinished:
       description: Whether a run was begun and not closed.
+      type: bool
+      returned: always
+    goes_on:
+      description: Whether the next run goes on with this one, since it was not closed or ended in quarantine.
       type: bool
       returned: always
 adopted_from:

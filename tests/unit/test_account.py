@@ -317,6 +317,16 @@ def test_upgrade_lines(known: dict[str, Any], only_canary: bool, expected: list[
     assert rows(account.upgrade_lines(nodes, hostvars, PLAN, "2", only_canary)) == expected
 
 
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [("rolled_back", "g1 | canary | 0 | 0 | rolled back |  | "), ("refused", "g1 | canary | 0 | 1 | refused |  | ")],
+)
+def test_an_upgrade_that_went_on_with_another_is_told_by_where_the_node_came_from(outcome: str, expected: str) -> None:
+    known = {"gpu_outcome": {"name": outcome}}
+    node = {**found("g1"), "previous": "0"}
+    assert rows(account.upgrade_lines([node], {"g1": known}, PLAN, "2")) == [expected]
+
+
 def test_a_node_that_is_good_but_not_in_service_goes_on_rather_than_back() -> None:
     known = {"gpu_outcome": {"name": "quarantined", "reason": "the balancer", "next": "", "loaded": "2", "go_on": True}}
     told = account.upgrade_lines([found("g1")], {"g1": known}, PLAN, "2")
@@ -391,4 +401,6 @@ def test_what_became_of_nodes_and_which_driver_they_have() -> None:
     assert account.outcomes("abc", hostvars) == {"a": "upgraded", "b": "rolled_back"}
     assert account.outcomes("abc", hostvars, ["rolled_back", "lost"]) == {"b": "rolled_back"}
     nodes = [{"name": name, "loaded": loaded} for name, loaded in (("a", "535.1"), ("b", "535.2"), ("c", None))]
+    gone_on_with = [{**node, "previous": "525.1"} for node in nodes]
+    assert account.driver_versions(gone_on_with, hostvars, "550.1") == {"a": "550.1", "b": "525.1", "c": None}
     assert account.driver_versions(nodes, hostvars, "550.1") == {"a": "550.1", "b": "535.2", "c": None}

@@ -104,6 +104,7 @@ def test_a_new_run_goes_on_with_one_that_did_not_end_well(tmp_path: Path, outcom
         "previous": "535.183.01",
         "begun": 1.0,
         "earlier_ids": ["r1"],
+        "given_up": ["550.90.07"],
     }
     assert journal.before("packages") == ["535"] and len(journal.steps) == 1 and journal.unfinished
 
@@ -125,6 +126,25 @@ def test_what_a_module_alone_stopped_survives_the_begin_of_a_run(tmp_path: Path)
     journal.remember_each("services", {"nvidia-persistenced.service": {"up": True}})
     journal.begin("r1", "550.90.07", None, now=1.0)
     assert journal.before("services")
+
+
+@pytest.mark.parametrize("ended", [None, subject.UPGRADED], ids=["no run", "an ended run"])
+def test_a_change_of_packages_by_a_module_alone_that_was_interrupted_is_the_way_back_of_a_new_run(
+    tmp_path: Path, ended: str | None
+) -> None:
+    """Another change, that came to its end, is not."""
+    journal = Journal.open(str(tmp_path))
+    if ended:
+        journal.begin("r0", "535.183.01", "525.1", now=0.1)
+        journal.finish(ended, "", None, 0.2)
+    journal.remember("packages", {"version": "535.183.01"})
+    journal.start("packages", 1.0)
+    assert journal.begin("r1", "550.90.07", None, now=2.0) is True
+    assert journal.run["previous"] == "535.183.01" and journal.before("packages") and journal.interrupted
+    journal.end("packages", 3.0)
+    journal.finish(subject.UPGRADED, "", None, 4.0)
+    assert journal.begin("r2", "560.35.03", "550.90.07", now=5.0) is True
+    assert journal.run["previous"] == "550.90.07" and journal.before("packages") is None and journal.steps == []
 
 
 BAD_FILES = {

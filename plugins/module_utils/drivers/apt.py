@@ -409,7 +409,7 @@ class Apt(DriverSource):
     def _unobtainable_finding(self, absent: Sequence[Build]) -> Finding:
         return error(
             "drivers.rollback_unavailable",
-            "no repository has the installed builds any more, and they were not saved: "
+            "no repository has the builds of the way back any more, and they were not saved: "
             + ", ".join(f"{build.name}={build.version}" for build in absent),
             {"packages": {build.name: build.version for build in absent}},
             "put these .debs into /var/cache/apt/archives, or set rollback_required to false to go without a way back",

@@ -558,7 +558,7 @@ def _role(name: str) -> str | None:
 def _unobtainable(absent: Sequence[Build]) -> Finding:
     return error(
         "drivers.rollback_unavailable",
-        "no repository has the installed builds any more, and they were not saved: "
+        "no repository has the builds of the way back any more, and they were not saved: "
         + ", ".join(f"{build.name}-{build.version}" for build in absent),
         {"packages": {build.name: build.version for build in absent}},
         "add a repository that has them, or set rollback_required to false to go without a way back",

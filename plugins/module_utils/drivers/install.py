@@ -33,10 +33,9 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base impor
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.findings import Finding, errors, summary
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import PACKAGES, Journal
 from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion, find
 
-STEP = "packages"
 AUTO = "auto"
 
 
@@ -119,16 +118,17 @@ def flavour_for(asked: str, installed: Installed) -> str:
 
 def base_for(source: DriverSource, journal: Journal, installed: Installed) -> Snapshot:
     """What the target set is derived from: the remembered set while our own transaction is unfinished, else today's."""
-    remembered = journal.before(STEP)
-    if remembered is not None and interrupted(journal):
+    remembered = journal.before(PACKAGES)
+    if remembered is not None and journal.interrupted:
         return Snapshot.from_dict(remembered)
     return source.snapshot(installed)
 
 
-def interrupted(journal: Journal) -> bool:
-    """Whether a transaction of ours began and was never seen to end well."""
-    last = journal.last(STEP)
-    return last is not None and last["state"] != "done"
+def way_back(journal: Journal, base: Snapshot) -> Snapshot:
+    """What a rollback puts back: in a run that is gone on with, what was there before it changed anything, also if it
+    has reached another driver since; else ``base``."""
+    remembered = journal.before(PACKAGES)
+    return Snapshot.from_dict(remembered) if remembered is not None and journal.goes_on else base
 
 
 def stage(
@@ -147,24 +147,25 @@ def stage(
     installed = source.detect()
     base = base_for(source, journal, installed)
     plan = source.plan(base, installed, target, flavour_for(flavour, installed))
-    findings = list(plan.findings) + source.check(plan, interrupted(journal))
-    lost = source.obtainable(base)
+    findings = list(plan.findings) + source.check(plan, journal.interrupted)
+    former = way_back(journal, base)
+    lost = source.obtainable(former)
     findings += lost if rollback_required else [replace(finding, level="warning") for finding in lost]
     if errors(findings):
         raise Refused(findings)
     if plan.empty:
         return StageResult(False, plan, Staged(""), Staged(""), tuple(findings))
     directory = staging_directory(source.state_dir, target.text)
-    back = staging_directory(source.state_dir, base.version)
+    back = staging_directory(source.state_dir, former.version)
     if check_mode:
         ready, saved = read_manifest(directory), read_manifest(back)
         missing = any(
             staged.find(build.name, build.version) is None
-            for staged, builds in ((ready, plan.install), (saved, base.builds))
+            for staged, builds in ((ready, plan.install), (saved, former.builds))
             for build in builds
         )
         return StageResult(missing, plan, ready, saved, tuple(findings))
-    rollback, unsaved = source.save_builds(base)
+    rollback, unsaved = source.save_builds(former)
     files = source.stage(plan)
     findings += [replace(finding, level="warning") for finding in unsaved if finding not in lost]
     return StageResult(files.changed or rollback.changed, plan, files, rollback, tuple(findings))
@@ -175,7 +176,8 @@ class Change:
     """A change of packages that was found possible; nothing was changed yet. ``to`` is the version it leads to, empty
     where there is nothing to go back to.
 
-    ``base`` is None if there is nothing to change. ``recovering`` accepts a package database left half-way.
+    ``base`` is what the way back leads to, None if there is nothing to change. ``recovering`` accepts a package
+    database left half-way.
     """
 
     to: str
@@ -252,7 +254,7 @@ def _forward(
     source: DriverSource, journal: Journal, node: Node, target: DriverVersion, flavour: str, rollback_required: bool
 ) -> Change:
     installed = source.detect()
-    unfinished = interrupted(journal)
+    unfinished = journal.interrupted
     base = base_for(source, journal, installed)
     plan = source.plan(base, installed, target, flavour_for(flavour, installed))
     disk = disk_module_version(node.run, node.kernel)
@@ -260,24 +262,25 @@ def _forward(
     if there and not unfinished:
         return Change(target.text, installed, disk, plan, findings=plan.findings)
     findings = list(plan.findings)
+    former = way_back(journal, base)
     if not unfinished:
         findings += [p for p in installed.problems if p.level == "error"] + source.check(plan)
         if rollback_required:
-            findings += source.obtainable(base)
-    return Change(target.text, installed, disk, plan, base, unfinished, tuple(findings))
+            findings += source.obtainable(former)
+    return Change(target.text, installed, disk, plan, former, unfinished, tuple(findings))
 
 
 def _back(source: DriverSource, journal: Journal, node: Node) -> Change:
     installed = source.detect()
     disk = disk_module_version(node.run, node.kernel)
-    remembered = journal.before(STEP)
+    remembered = journal.before(PACKAGES)
     if remembered is None:
         text = "the journal remembers no change of packages on this node, so there is nothing to put back"
         return Change("", installed, disk, PackagePlan(source.name, "", ""), message=text)
     snapshot = Snapshot.from_dict(remembered)
     plan = source.restore(snapshot, installed)
     broken = [problem for problem in installed.problems if problem.check == "drivers.package_state"]
-    if plan.empty and not plan.refused and not broken and not interrupted(journal):
+    if plan.empty and not plan.refused and not broken and not journal.interrupted:
         return Change(snapshot.version, installed, disk, plan, findings=plan.findings)
     return Change(snapshot.version, installed, disk, plan, snapshot, True, plan.findings)
 
@@ -318,8 +321,8 @@ def carry_out(
         after, reasons = _after(change.installed, change.plan), _reboot_reasons(loaded, change.to)
         return Result(True, change.to, before, after, change.disk_module, reasons, change.findings)
     if not journal.unfinished and not change.recovering:
-        journal.forget(STEP)
-    journal.remember(STEP, change.base.as_dict())
+        journal.forget(PACKAGES)
+    journal.remember(PACKAGES, change.base.as_dict())
     return _transact(source, journal, node, change, change.base, now, timeout)
 
 
@@ -335,7 +338,7 @@ def _transact(
     """The change itself: automatic upgrades stand still, the step is in the journal, the end state is judged."""
     plan = change.plan
     reasons = _reboot_reasons(node.loaded(), change.to)
-    journal.start(STEP, now())
+    journal.start(PACKAGES, now())
     try:
         source.pause_automatic(base.timers)
         if change.recovering:
@@ -348,11 +351,11 @@ def _transact(
         if verdict.findings:
             raise SourceError(summary(verdict.findings))
     except SourceError as exc:
-        journal.end(STEP, now(), "failed", reason=str(exc))
+        journal.end(PACKAGES, now(), "failed", reason=str(exc))
         raise
     finally:
         source.resume_automatic(base.timers)
-    journal.end(STEP, now(), version=plan.target)
+    journal.end(PACKAGES, now(), version=plan.target)
     before, after = change.installed.builds(), reached.builds()
     return Result(True, plan.target, before, after, verdict.disk_module, reasons, change.findings)
 

@@ -28,7 +28,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.install im
     Node,
     base_for,
     flavour_for,
-    interrupted,
+    way_back,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.findings import OK, WARNING, Finding, errors
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, why_not_writable
@@ -81,14 +81,14 @@ def preflight(
     already = plan.empty and not plan.refused and whole and node.loaded() == target.text
     if already:
         return Preflight(installed, plan, True, plan.findings)
-    findings = [_ours_to_mend(problem) if interrupted(journal) else problem for problem in installed.problems]
+    findings = [_ours_to_mend(problem) if journal.interrupted else problem for problem in installed.problems]
     findings += [
         *plan.findings,
-        *source.check(plan, interrupted(journal)),
+        *source.check(plan, journal.interrupted),
         *source.remarks(installed),
         *pairing(installed, base.version),
     ]
-    findings += _way_back(source, base, rollback_required)
+    findings += _way_back(source, way_back(journal, base), rollback_required) + _given_up(journal, base, target)
     findings += _state_dir(Path(source.state_dir))
     holder = source.busy()
     if holder:
@@ -119,6 +119,16 @@ def _way_back(source: DriverSource, base: Snapshot, rollback_required: bool) -> 
         return []
     lost = source.obtainable(base)
     return lost if rollback_required else [replace(finding, level=WARNING) for finding in lost]
+
+
+def _given_up(journal: Journal, base: Snapshot, target: DriverVersion) -> list[Finding]:
+    """Of a run that was never concluded and is gone on with to another version: that it is, and where back leads."""
+    run = journal.run
+    if run is None or not journal.goes_on or run["target"] == target.text:
+        return []
+    back = way_back(journal, base).version
+    text = f"the run {run['id']} to {run['target']} was never concluded and is given up; the way back leads to {back}"
+    return [warning("node.given_up", text, {"run": run["id"], "target": run["target"], "back": back})]
 
 
 def _state_dir(directory: Path) -> list[Finding]:

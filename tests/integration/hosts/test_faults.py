@@ -188,28 +188,59 @@ ACCIDENTS = [
             "could not move the packages.*No space", "umount /var/lib/dpkg",
         ),
     ],
+    [
+        Accident(
+            "Python goes", at_stop_of(WORK, "mv /usr/bin/python3 /usr/bin/python3.away"), "quarantined",
+            "'/usr/bin/python3' was not found", "mv /usr/bin/python3.away /usr/bin/python3", "recover",
+        ),
+        Accident(
+            "sudo refuses", at_stop_of(WORK, "mv /etc/sudoers.d/ops /root"), "quarantined", "sudo password",
+            "mv /root/ops /etc/sudoers.d", "recover",
+        ),
+        Accident(
+            "no room for Ansible's files", at_stop_of(WORK, full("/home/ops")), "quarantined",
+            "gpu-3 answers, but takes no files", "umount /home/ops", "recover", {"ansible_ssh_pipelining": False},
+        ),
+        Accident(
+            "another host key", at_stop_of(WORK, "rm /etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart ssh"),
+            "lost", "HOST IDENTIFICATION HAS CHANGED", "", "recover",
+            {"ansible_ssh_args": "-o StrictHostKeyChecking=accept-new -o UserKnownHostsFile={known_hosts} "
+             "-o ControlMaster=no -o ControlPath=none"},
+        ),
+    ],
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", ACCIDENTS, ids=lambda rows: ", ".join(row.name for row in rows))
-def test_an_accident_ends_as_it_should(fleet: Fleet, rows: list[Accident]) -> None:
+def test_an_accident_ends_as_it_should(fleet: Fleet, tmp_path: Path, rows: list[Accident]) -> None:
+    known = tmp_path / "known_hosts"
     before = {name: fleet.packages(name) for name in fleet.names}
     for name, row in zip(fleet.names, rows, strict=True):
         fleet.sh(name, row.script)
-        fleet.vary(name, **{**WORKLOAD, "gpu_workload_wait": 3, **row.node})
+        arguments = {"ansible_ssh_args": row.node.get("ansible_ssh_args", "").format(known_hosts=known)}
+        own = {**row.node, **arguments} if "ansible_ssh_args" in row.node else row.node
+        fleet.vary(name, **{**WORKLOAD, "gpu_workload_wait": 3, **own})
+    keeper = {"gpu_lock_hosts": "gpu-1"}
+    patience = 5 if "lost" in [row.outcome for row in rows] else 60
     played = fleet.play(
-        "upgrade", gpu_driver_version=NEW, gpu_canary=4, gpu_max_unavailable=4, gpu_reconnect_timeout=60
+        "upgrade", gpu_driver_version=NEW, gpu_canary=4, gpu_max_unavailable=4, gpu_reconnect_timeout=patience, **keeper
     )
     assert played.rc != 0
+    told = re.findall(r"ansible-playbook .*-e gpu_lock_takeover=(\S+)", played.output)
+    assert bool(told) == (rows[0].then != ""), "the only keeper of the lock cannot give it back"
+    assert ("note: the lock of the fleet could not be given back (gpu-1: " in played.output) == bool(told)
     ends = {name: (row.name, row.outcome) for name, row in zip(fleet.names, rows, strict=True)}
     found = {name: (ends[name][0], outcome) for name, outcome in played.outcomes.items()}
     assert found == ends, played.nodes
     for name, row in zip(fleet.names, rows, strict=True):
         assert re.search(row.told, played.nodes[name]["reason"]), (row.name, played.nodes[name]["reason"])
         fleet.sh(name, row.mend)
+    known.unlink(missing_ok=True)
     back = ",".join(name for name, row in zip(fleet.names, rows, strict=True) if row.then)
     if back:
-        again = fleet.play("recover", gpu_hosts=back)
+        refused = fleet.play("recover", gpu_hosts=back, **keeper)
+        assert refused.rc != 0 and f"gpu_lock_takeover={told[0]}" in refused.output
+        again = fleet.play("recover", gpu_hosts=back, gpu_lock_takeover=told[0], **keeper)
         assert again.rc == 0, again.output[-5000:]
     for name in fleet.names:
         assert fleet.packages(name) == before[name] and fleet.loaded(name) == OLD

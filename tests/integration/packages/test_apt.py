@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import install
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import SourceError
+from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.preflight import preflight
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import summary
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal
 from ansible_collections.gpufleet.driver.plugins.module_utils.version import DriverVersion
 
@@ -107,10 +110,10 @@ def test_staged_once_then_neither_way_needs_the_repository(apt_node):
     assert go_back(apt_node).disk_module == OLD
 
 
-def stage(apt_node, rollback_required=True, check_mode=False):
+def stage(apt_node, rollback_required=True, check_mode=False, target=TARGET):
     journal = journal_of(apt_node)
     try:
-        return install.stage(apt_node.source(), journal, TARGET, "auto", rollback_required, check_mode)
+        return install.stage(apt_node.source(), journal, target, "auto", rollback_required, check_mode)
     finally:
         journal.close()
 
@@ -287,8 +290,35 @@ def test_within_a_run_the_first_memory_stays(apt_node):
     journal.begin("run-1", NEW, OLD, 1.0)
     journal.close()
     upgrade(apt_node)
-    upgrade(apt_node, target=DriverVersion.parse("560.35.03"))
+    target = DriverVersion.parse("560.35.03")
+    journal = Journal.open(str(apt_node.root / "state"), read_only=True)
+    seen = preflight(apt_node.source(), journal, node_of(apt_node), target, "auto", True, lambda plan: ())
+    assert [finding.message for finding in seen.findings if finding.check == "node.given_up"] == [
+        f"the run run-1 to {NEW} was never concluded and is given up; the way back leads to {OLD}"
+    ]
+    upgrade(apt_node, target=target)
     assert go_back(apt_node).disk_module == OLD
+
+
+def test_a_run_that_is_gone_on_with_needs_the_way_back_to_where_the_node_came_from(apt_node):
+    """Not to the driver that it has reached meanwhile, whose builds are still there."""
+    apt_node.build_driver("560.35.03")
+    apt_node.publish("*.deb")
+    journal = journal_of(apt_node)
+    journal.begin("run-1", NEW, OLD, 1.0)
+    journal.close()
+    upgrade(apt_node)
+    shutil.rmtree(apt_node.root / "state/packages" / OLD)
+    apt_node.publish("*550*", "*560*")
+    apt_node.must("apt-get", "clean")
+    target = DriverVersion.parse("560.35.03")
+    journal = Journal.open(str(apt_node.root / "state"), read_only=True)
+    seen = preflight(apt_node.source(), journal, node_of(apt_node), target, "auto", True, lambda plan: ())
+    for found in (summary(seen.findings), refusal(apt_node, target=target)):
+        assert "drivers.rollback_unavailable" in found and f"nvidia-dkms-535-server={OLD}{REVISION}" in found
+    with pytest.raises(install.Refused, match="rollback_unavailable"):
+        stage(apt_node, target=target)
+    assert apt_node.disk_module() == NEW
 
 
 def test_a_pkg_14_the_lock_of_another_package_manager(apt_node):
