@@ -152,7 +152,8 @@ def upgrade_lines(
     only_canary: bool = False,
 ) -> list[dict[str, Any]]:
     """What became of every node of an upgrade: ``name``, ``batch``, driver ``before`` and ``after`` (``?`` if nobody
-    knows), ``outcome``, ``reason``, ``next``, the ``journal`` of its run, and the ``moves`` of its work.
+    knows), ``outcome``, ``reason``, ``next``, the ``journal`` of its run, the ``moves`` of its work, and why it
+    ``stays`` out of service though it is good, if somebody else wants it so.
 
     :param nodes: what was found of each before (``gpu_node``)
     :param hostvars: by node, with ``gpu_outcome`` and ``gpu_gate`` where there are any
@@ -232,7 +233,9 @@ def _told(line: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     moved: list[Mapping[str, Any]] = []
     for register in ("__evacuate_guests", "__evacuate_moved"):
         moved += (known.get(register) or {}).get("workloads") or ()
-    return {**line, "outcome": line["outcome"].replace("_", " "), "journal": kept, "moves": moved}
+    back = ((known.get("__uncordon_result") or {}).get("nodes") or {}).get(line["name"]) or {}
+    stays = "" if back.get("failed", True) else back["msg"]
+    return {**line, "outcome": line["outcome"].replace("_", " "), "journal": kept, "moves": moved, "stays": stays}
 
 
 _ENDED = {

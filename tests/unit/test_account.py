@@ -352,6 +352,14 @@ def test_return_lines() -> None:
     ]
 
 
+def test_a_line_says_why_a_good_node_stays_out_of_service() -> None:
+    uncordoned = {"g1": {"failed": False, "msg": "g1 is drained by alice"}, "g2": {"failed": True, "msg": "no answer"}}
+    hostvars = {name: {**WELL, "__uncordon_result": {"nodes": uncordoned}} for name in ("g1", "g2", "g4")}
+    nodes = [found(name, previous="0") for name in hostvars]
+    for lines in (account.upgrade_lines(nodes, hostvars, PLAN, "2"), account.return_lines(nodes, hostvars)):
+        assert [line["stays"] for line in lines] == ["g1 is drained by alice", "", ""]
+
+
 def test_a_line_has_the_journal_of_its_run_and_nothing_else_of_it() -> None:
     journal = {"run": {"id": "r"}, "steps": [], "outcome": {}, "before": {"secret": 1}, "schema": 1}
     kept = {"run": {"id": "r"}, "steps": [], "outcome": {}}

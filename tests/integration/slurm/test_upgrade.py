@@ -78,11 +78,14 @@ def test_upgrade_with_slurm(machines: tuple[Cluster, Fleet]) -> None:
     # the GPU that the kernel will not let go of: only a reboot helps
     fleet.sh(FIXED, "echo 1 > /sys/module/nvidia/parameters/stuck")
 
+    scheduler = {
+        "gpu_scheduler": "slurm",
+        "gpu_scheduler_options": {"slurm_conf": str(slurm.state / "etc/slurm.conf")},
+    }
     playing = fleet.begin(
         "upgrade",
         gpu_driver_version=NEW,
-        gpu_scheduler="slurm",
-        gpu_scheduler_options={"slurm_conf": str(slurm.state / "etc/slurm.conf")},
+        **scheduler,
         gpu_canary=[MOVING],
         gpu_batch_size=3,
         gpu_max_unavailable="100%",
@@ -126,6 +129,7 @@ def test_upgrade_with_slurm(machines: tuple[Cluster, Fleet]) -> None:
     assert nodes[FOREIGN].reason == "bad DIMM" and nodes[FOREIGN].drain and fleet.loaded(FOREIGN) == OLD
     assert f"driver-{OLD}" in nodes[FOREIGN].active
     assert nodes[later].reason == "fan broken"
+    assert "fan broken" in played.nodes[later]["stays"] and f"note: {later}: " in played.output
     assert not slurm.commands.reservations()
 
     # nothing is lost: what was waited for ended well and only once, what was saved went on from there
@@ -143,6 +147,21 @@ def test_upgrade_with_slurm(machines: tuple[Cluster, Fleet]) -> None:
     assert sorted(slurm.text("array.log").split()) == ["1", "2", "3", "4"]
     assert sum(slurm.restarts(one) for one in tasks) > 0
     assert not any(job.held or job.constraint for job in slurm.commands.jobs())
+
+    # a node that goes back says so to Slurm before it is in service, whatever becomes of the rest of the run
+    only_on(slurm, *(name for name in ours if name != FIXED))
+    for job in (gang, deaf, saver):
+        slurm.sh("scancel", "--signal=KILL", "--full", job, check=False)
+        slurm.sh("scancel", job)
+    until(lambda: not slurm.commands.jobs(), "no job is left", 60)
+    slurm.sh("scontrol", "update", f"nodename={FIXED}", "state=undrain")
+    playing = fleet.begin("rollback", gpu_hosts=FIXED, **scheduler)
+    playing.wait_for("PLAY [Settle]")
+    playing.kill()
+    assert fleet.loaded(FIXED) == OLD and slurm.node(FIXED).active == ("lab", f"driver-{OLD}")
+    assert not slurm.node(FIXED).out
+    shown = fleet.play("status", **scheduler)
+    assert all(f"out of service: {name} " in shown.output for name in (later, FOREIGN)), shown.output[-5000:]
 
 
 def swapping(slurm: Cluster, playing: Playing) -> list[str]:
