@@ -240,7 +240,7 @@ def test_an_accident_ends_as_it_should(fleet: Fleet, tmp_path: Path, rows: list[
     if back:
         refused = fleet.play("recover", gpu_hosts="gpu-1", **keeper)
         assert refused.rc != 0 and f"gpu_lock_takeover={told[0]}" in refused.output
-        again = fleet.play("recover", gpu_hosts=back, gpu_lock_takeover=told[0], **keeper)
+        again = fleet.play("recover", gpu_hosts=back, gpu_batch_size=4, gpu_lock_takeover=told[0], **keeper)
         assert again.rc == 0, again.output[-5000:]
     for name in fleet.names:
         assert fleet.packages(name) == before[name] and fleet.loaded(name) == OLD
