@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.artefact import free_bytes
+
 PACK = "files/carried.tar"
 """Where they are in an artefact."""
 
@@ -42,15 +44,41 @@ def size(paths: Sequence[str]) -> int:
     return total
 
 
+def trouble(paths: Sequence[str]) -> str:
+    """Why paths cannot be packed; empty if they can. A link would arrive without what it leads to."""
+    for path in map(Path, paths):
+        if not path.is_absolute() or ".." in path.parts or path == Path("/") or not os.path.lexists(path):
+            return f"{path} is not an absolute path of something that exists"
+        if path.is_symlink():
+            return f"{path} is a link; declare {path.resolve()}"
+        if os.path.ismount(path):
+            return (
+                f"{path} is a mount point, which could not be put back; declare what is in it, if nodes do not share it"
+            )
+    return ""
+
+
+def no_place(need: int, paths: Sequence[str]) -> str:
+    """Why ``need`` bytes in all cannot be put at ``paths`` here, with what is there set aside; empty if they can."""
+    for path in map(Path, paths):
+        if os.path.ismount(path):
+            return f"{path} is a mount point here, so what is in it cannot be set aside"
+        free = free_bytes(path.parent)
+        if free < need:
+            return f"{free} bytes free for {path}, {need} are needed"
+    return ""
+
+
 def pack(paths: Sequence[str], staged: Path) -> None:
     """:raises CarriedError: if one is not there; OSError if it cannot be read or written."""
     if not paths:
         return
+    wrong = trouble(paths)
+    if wrong:
+        raise CarriedError(wrong)
     (staged / PACK).parent.mkdir(mode=0o700)
     with tarfile.open(staged / PACK, "w", format=tarfile.PAX_FORMAT) as packed:
         for path in paths:
-            if not Path(path).is_absolute() or not os.path.lexists(path):
-                raise CarriedError(f"{path} is not an absolute path of something that exists")
             packed.add(path, arcname=path.lstrip("/"))
 
 

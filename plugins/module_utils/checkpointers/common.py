@@ -9,7 +9,9 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -115,8 +117,11 @@ class Common:
     # -- places
 
     def record_path(self, work: str, side: str = "checkpoints") -> Path:
-        """Where a workload's record is: ``checkpoints`` where it was saved, ``restores`` where it came back."""
+        """Where a workload's record is: ``checkpoints`` where it was saved, ``restores`` where it came back. Two
+        names never have the same one, whatever signs they have."""
         safe = artefact.new_id(work, "", "").strip("-")
+        if safe != work:
+            safe += f"-{hashlib.sha256(work.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
         return self._state / side / f"{safe}.json"
 
     @property
@@ -339,9 +344,10 @@ class Common:
         if not work.save.get("progress"):
             return None
         try:
-            return float(self._run(work.save["progress"], timeout=30).stdout.split()[-1])
+            number = float(self._run(work.save["progress"], timeout=30).stdout.split()[-1])
         except (ValueError, IndexError):
             return None
+        return number if math.isfinite(number) else None
 
 
 def short(done: Completed) -> str:

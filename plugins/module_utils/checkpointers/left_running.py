@@ -196,7 +196,7 @@ class LeftRunning(Common, Checkpointer):
         )
 
     def _timer(self, work: Work) -> Service:
-        return self._service(f"{artefact.new_id(work.name, '', '').strip('-')}.service")
+        return self._service(f"{self.record_path(work.name).stem}.service")
 
     def _take(self, work: Work, path: Path, record: dict[str, Any]) -> dict[str, Any]:
         engine = work.save.get("engine")

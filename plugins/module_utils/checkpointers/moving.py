@@ -135,7 +135,10 @@ class Move:
         :raises NodeLost: if the node that has the work does not answer; a timer on it lets the work go on.
         """
         jobs = [_Job(given, Outcome(str(given["name"]), STAYED), []) for given in workloads]
-        moving = [job for job in jobs if job.given["save"].get("backend", "cuda_criu") == "cuda_criu"]
+        for job in jobs:
+            if sum(other.name == job.name for other in jobs) > 1:
+                self._stay(job, self._reason(job, "policy", "place", "another workload has its name", "one name each"))
+        moving = [job for job in jobs if not job.over and job.given["save"].get("backend", "cuda_criu") == "cuda_criu"]
         for job in jobs:
             backend = job.given["save"].get("backend", "cuda_criu")
             if backend not in ("cuda_criu", "hook"):

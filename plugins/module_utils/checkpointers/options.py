@@ -8,6 +8,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable
@@ -113,10 +114,11 @@ ARGUMENTS: Mapping[str, Any] = {
 
 def work_of(given: Mapping[str, Any]) -> Work:
     """A workload from the module's option."""
+    paths = [os.path.normpath(path) for path in given["save"].get("paths") or ()]
     return Work(
         given["name"],
         given["unit"],
-        given["save"],
+        {**given["save"], "paths": paths},
         tuple(given["ready"]),
         float(given["ready_timeout"]),
         given["container"],

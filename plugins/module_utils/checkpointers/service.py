@@ -235,10 +235,13 @@ class Service:
         """Make a unit that does not exist here, until the next boot, from what its own machine has."""
         path = self._drop_ins.parent / self.unit
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        path.touch(mode=0o600)  # its own file may have secrets, and had modes that are not known here
         path.write_text(f"# Made by gpufleet.driver: this work was moved here.\n{fragment}")
 
     def start_from(self, argv: Sequence[str], pid_file: Path, identifier: str, timeout: float) -> Completed:
-        """Start the unit with ``argv`` in place of its own command; what it forks becomes the unit's main process."""
+        """Start the unit with ``argv`` in place of its own command; what it forks becomes the unit's main process.
+        ``identifier`` is a name that a process gave itself, so it may be anything."""
+        identifier = re.sub(r"[^\w.-]", "_", identifier, flags=re.ASCII) or "_"
         self._place(
             self.RESTORE,
             f"[Service]\nType=forking\nPIDFile={pid_file}\nExecCondition=\nExecStartPre=\nExecStart=\n"

@@ -89,13 +89,13 @@ class Source(Common):
             )
         cgroup = shown.get("ControlGroup", "")
         for dummy in range(3):
-            before = tree.pids_of(cgroup, self._sys)
+            before = suspend.pids_of(cgroup, self._sys)
             processes = []
             for pid in before:
                 with contextlib.suppress(OSError):
                     processes.append(tree.look(pid, self._proc))
             self._sleep(_STEADY)
-            if processes and [one.pid for one in processes] == tree.pids_of(cgroup, self._sys):
+            if processes and [one.pid for one in processes] == suspend.pids_of(cgroup, self._sys):
                 return service, shown, processes
             self._sleep(0.5)
         raise self._failed(
@@ -189,6 +189,9 @@ class Source(Common):
         trouble = seal.trouble() if seal else ""
         if seal and trouble:
             refuse("unsupported_feature:encryption", trouble, "a key to encrypt with", f"{seal.tool} --version")
+        trouble = carried.trouble(work.save.get("paths") or ())
+        if trouble:
+            refuse("dump_failed", trouble, "paths that can be carried", "ls -ld PATH")
         if not found:
             found += self._room(work, processes, shown)
         return found
@@ -255,6 +258,16 @@ class Source(Common):
 
     def capture(self, work: Work) -> Captured:
         with self._held(work) as (path, record):
+            begun = record.get("state") in (suspend.FROZEN, suspend.PUBLISHED, COMMITTING, COMMITTED)
+            if begun and record["unit"] != unit_of(work):
+                raise self._failed(
+                    work,
+                    "policy",
+                    "record",
+                    f"a save of this name is of {record['unit']}",
+                    f"one of {unit_of(work)}",
+                    f"cat {path}",
+                )
             if record.get("state") == suspend.PUBLISHED and self._still_stands(record):
                 service = self._service(record["unit"])
                 self._arm(service, path, self._limits.freeze)
@@ -332,6 +345,7 @@ class Source(Common):
             "workload": work.name,
             "unit": service.unit,
             "main": int(shown["MainPID"]),
+            "cgroup": shown.get("ControlGroup", ""),
             "artefact": artefact.new_id(work.name, stamp, os.urandom(3).hex()),
             "members": [
                 {
@@ -364,7 +378,7 @@ class Source(Common):
                 ("quiesce", lambda: self._quiesce(work, path, record)),
                 ("lock", lambda: self._lock(work, list(cuda))),
                 ("checkpoint", lambda: self._checkpoint(work, list(cuda), size)),
-                ("dump", lambda: self._dump(work, service, int(shown["MainPID"]), processes, plain, size)),
+                ("dump", lambda: self._dump(work, service, shown, processes, plain, size)),
                 ("files", lambda: self._carry(work, plain)),
                 ("seal", lambda: self._close(work, seal, plain, staged, size)),
                 ("publish", lambda: self._publish(work, service, record, processes, staged, key, timings, known.end())),
@@ -441,7 +455,13 @@ class Source(Common):
             raise self._failed(work, "dump_failed", "dump", observed, "every process saved and stopped", look)
 
     def _dump(
-        self, work: Work, service: Service, root: int, processes: Sequence[tree.Process], staged: Path, size: int
+        self,
+        work: Work,
+        service: Service,
+        shown: Mapping[str, str],
+        processes: Sequence[tree.Process],
+        staged: Path,
+        size: int,
     ) -> None:
         images = staged / "images"
         images.mkdir(mode=0o700)
@@ -452,7 +472,7 @@ class Source(Common):
             self._criu,
             "dump",
             "--tree",
-            str(root),
+            shown["MainPID"],
             "--images-dir",
             str(images),
             "--log-file",
@@ -487,6 +507,16 @@ class Source(Common):
                 f"no image of PIDs {missing}, PIDs {running} not stopped",
                 "every process saved and stopped",
                 f"ls {images}",
+            )
+        new = sorted(set(suspend.pids_of(shown.get("ControlGroup", ""), self._sys)) - {one.pid for one in processes})
+        if new:
+            raise self._failed(
+                work,
+                "dump_failed",
+                "dump",
+                f"PIDs {new} were started while it was saved",
+                "the processes that were looked at",
+                f"systemd-cgls -u {service.unit}",
             )
 
     def _carry(self, work: Work, staged: Path) -> None:
@@ -554,11 +584,12 @@ class Source(Common):
                 "journal_sockets": tree.journal_sockets(outside, self._proc),
                 "connections_closed": tree.established(processes, self._proc),
                 "paths": paths,
+                "progress": record["progress"],
                 "sealed": self._sealed_by(work),
                 "open_files": [
                     {"path": one.path, "size": one.size, "log": one.log}
                     for one in files.values()
-                    if not carried.below(one.path, paths)
+                    if not one.gone and not carried.below(one.path, paths)
                 ],
                 "libraries": [{"path": path, "size": size} for path, size in sorted(libraries.items())],
                 "timings": dict(timings),
@@ -577,7 +608,7 @@ class Source(Common):
         def ask(action: str, pids: list[int], pairs: dict[str, str]) -> list[dict[str, Any]]:
             return list(self._driver(action, pids, self._limits.by_size(size), pairs).values())
 
-        states = suspend.run_again(record, ask)
+        states = suspend.run_again(record, ask, self._sys)
         asleep = suspend.wake(record)
         if asleep:
             self._say(f"{record['workload']}: its engine does not go on: {asleep}")

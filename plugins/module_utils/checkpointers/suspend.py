@@ -257,6 +257,19 @@ def stands_still(pid: int, proc: str = "/proc") -> bool:
     return text[text.rindex(")") + 2] == "T"
 
 
+def pids_of(cgroup: str, sys_root: str = "/sys") -> list[int]:
+    """Processes of a service's control group and of those below it, in version 2 or in systemd's own hierarchy."""
+    found: list[int] = []
+    if not cgroup.strip("/"):
+        return found
+    places = [Path(sys_root, "fs/cgroup", hierarchy, cgroup.strip("/")) for hierarchy in ("", "unified", "systemd")]
+    for folder, dummy, names in os.walk(next((place for place in places if place.is_dir()), places[0])):
+        if "cgroup.procs" in names:
+            with contextlib.suppress(OSError):  # it may just end
+                found += [int(word) for word in Path(folder, "cgroup.procs").read_text().split()]
+    return sorted(found)
+
+
 def same(members: list[Said], proc: str = "/proc") -> list[int]:
     """PIDs of the members that are still the processes they were."""
     return [int(one["pid"]) for one in members if start_of(int(one["pid"]), proc) == one["start"]]
@@ -301,13 +314,14 @@ def read_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def run_again(record: dict[str, Any], ask: Callable[..., list[Said]]) -> dict[int, str]:
+def run_again(record: dict[str, Any], ask: Callable[..., list[Said]], sys_root: str = "/sys") -> dict[int, str]:
     """Let the processes of a record go on from wherever they are; their states afterwards.
 
     ``ask(action, pids, pairs)`` enters the driver. The threads must run before the driver can be asked for anything.
+    CRIU stops also what the work started after its processes were written down.
     """
     alive = same(record["members"])
-    for pid in alive:
+    for pid in {*alive, *pids_of(record.get("cgroup", ""), sys_root)}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
     cuda = [int(one["pid"]) for one in record["members"] if one.get("cuda") and int(one["pid"]) in alive]

@@ -70,6 +70,7 @@ class Target(Common):
                     "home": manifest["node"],
                     "declared": manifest["workload"]["declared"],
                     "wake": manifest["workload"].get("wake", []),
+                    "progress": manifest.get("progress", []),
                     "map": self._map(work, manifest, path),
                     "at": self._now(),
                     "checked": self._stamp(artefact_id, manifest),
@@ -161,6 +162,9 @@ class Target(Common):
                     refuse(
                         f"key_mismatch:{kind}", f"{one['path']} {found}", f"{one['size']} bytes", f"ls -l {one['path']}"
                     )
+        trouble = carried.no_place(self._carried_bytes(manifest), manifest["paths"])
+        if trouble:
+            refuse("insufficient_space", trouble, "a place for the declared paths", "findmnt; df -h")
         trouble = self._unreadable(work, manifest)
         if trouble:
             refuse("key_mismatch:encryption", trouble, "the key of whom it was encrypted for", "docs/checkpoint.md")
@@ -168,6 +172,10 @@ class Target(Common):
         available = tree.memory_available(self._proc)
         if available < needed:
             refuse("insufficient_host_ram", f"{available // MIB} MiB free", f"{needed // MIB} MiB", "free -m")
+
+    @staticmethod
+    def _carried_bytes(manifest: Mapping[str, Any]) -> int:
+        return sum(file["size"] for file in manifest["files"] if file["path"].startswith(carried.PACK))
 
     def _map(self, work: Work, manifest: Mapping[str, Any], path: Path) -> dict[str, str]:
         """Which GPU here takes the part of each GPU there: all that the kernel showed, as the driver wants it.
@@ -367,7 +375,7 @@ class Target(Common):
             return {}
         here = {
             tree.inner_pid(pid, self._proc): pid
-            for pid in tree.pids_of(service.show().get("ControlGroup", ""), self._sys)
+            for pid in suspend.pids_of(service.show().get("ControlGroup", ""), self._sys)
         }
         return {one["pid"]: here.get(one["inner"], 0) for one in record["members"]}
 
@@ -421,7 +429,7 @@ class Target(Common):
         """PIDs of a restored work; before its start times are known, whatever is in its unit."""
         if record.get("restored"):
             return suspend.same(record["members"], self._proc)
-        return tree.pids_of(service.show().get("ControlGroup", ""), self._sys)
+        return suspend.pids_of(service.show().get("ControlGroup", ""), self._sys)
 
     def _give_up(self, path: Path, record: dict[str, Any], service: Service) -> None:
         """A half restored work is worse than none: end it, and put back the files it displaced."""
@@ -497,6 +505,13 @@ class Target(Common):
             steps += self._progress(work)
             if pause:
                 self._sleep(pause)
+        had = record.get("progress")
+        if had and steps and steps[0] < had[-1]:
+            raise wrong(
+                f"progress is {steps[0]:g}, it was {had[-1]:g} before the move",
+                "a number that never falls; are all files of the work in save.paths?",
+                " ".join(work.save["progress"]),
+            )
         if len(steps) > 1 and steps[-1] <= steps[0]:
             raise wrong(
                 f"progress stayed at {steps[0]:g} for {settle:.0f} s",

@@ -33,11 +33,13 @@ JOURNAL_SOCKET = "/run/systemd/journal/stdout"
 
 @dataclass(frozen=True)
 class Opened:
-    """A regular file a process has open. ``log`` says that it is only appended to, so that its size may differ."""
+    """A regular file a process has open. ``log`` says that it is only appended to, so that its size may differ;
+    ``gone`` that it has no name any more, and CRIU saves what is in it."""
 
     path: str
     size: int
     log: bool
+    gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,6 @@ class Process:
     sockets: tuple[int, ...]
     problems: tuple[tuple[str, str], ...] = field(default=())
     """Feature and what was seen, for everything that a checkpoint does not survive."""
-
-
-def pids_of(cgroup: str, sys: str = "/sys") -> list[int]:
-    """Processes of a service's control group and of those below it, in version 2 or in systemd's own hierarchy."""
-    found: list[int] = []
-    if not cgroup.strip("/"):
-        return found
-    places = [Path(sys, "fs/cgroup", hierarchy, cgroup.strip("/")) for hierarchy in ("", "unified", "systemd")]
-    for folder, dummy, names in os.walk(next((place for place in places if place.is_dir()), places[0])):
-        if "cgroup.procs" in names:
-            found += [int(word) for word in Path(folder, "cgroup.procs").read_text().split()]
-    return sorted(found)
 
 
 def look(pid: int, proc: str = "/proc") -> Process:
@@ -177,7 +167,8 @@ def _opened(base: str, descriptor: str, target: str) -> Opened | None:
         return None
     found = re.search(r"^flags:\s+(\d+)$", text, re.MULTILINE)
     flags = int(found[1], 8) if found else 0
-    return Opened(target, about.st_size, bool(flags & _APPEND) and flags & _ACCESS == _WRITE_ONLY)
+    log = bool(flags & _APPEND) and flags & _ACCESS == _WRITE_ONLY
+    return Opened(target, about.st_size, log, about.st_nlink == 0)
 
 
 def _environment(words: Iterable[bytes]) -> list[tuple[str, str]]:

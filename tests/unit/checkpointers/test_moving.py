@@ -360,6 +360,16 @@ def test_work_that_its_driver_broke_starts_again() -> None:
     assert ("home", "returned") in world.calls
 
 
+def test_two_of_one_name_are_not_touched() -> None:
+    world = World(home=Node(running={"one"}), b=Node())
+    move = Move("home", world.call, Terms(), lambda own, offer: [], lambda text: None)
+    given = {"name": "one", "save": {"backend": "cuda_criu"}}
+    outcomes = move.away([given, given], ["b"])
+    assert [(one.how, one.reasons[0]["reason"]) for one in outcomes] == [(STAYED, "policy")] * 2
+    assert world.nodes["home"].running == {"one"}
+    assert not [state for dummy, state in world.calls if state == "captured"]
+
+
 def test_a_candidate_that_is_gone_is_passed_over() -> None:
     world = three(a=Node(lost=True))
     assert how(move(world).away(BOTH, ["a", "b"])) == [(MOVED, "b")] * 2

@@ -24,7 +24,7 @@ from cuda_work import Gpus, goes_on
 from engines import EngineServer
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, suspend
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, suspend, tree
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import CheckpointError, Work
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
@@ -45,6 +45,12 @@ elif words[0] == "dump":
         time.sleep(600)
     if "fail" in how:
         sys.exit(1)
+    if "fork" in how:
+        child = os.fork()
+        if not child:
+            os.execvp("sleep", ["sleep", "600"])
+        os.kill(child, signal.SIGSTOP)
+        open({procs!r}, "a").write(f"{{child}}\\n")
     if "no-core" not in how:
         open(images + f"/core-{{pid}}.img", "w").write("core")
     open(images + "/pages-1.img", "wb").write(os.urandom(5000))
@@ -119,7 +125,11 @@ class Place:
         (tmp_path / "sys/fs/cgroup/cgroup.controllers").touch()
         self.how = tmp_path / "how"
         self.criu = tmp_path / "criu"
-        self.criu.write_text(CRIU.format(python=sys.executable, how=str(self.how)))
+        self.criu.write_text(
+            CRIU.format(
+                python=sys.executable, how=str(self.how), procs=str(tmp_path / "sys/fs/cgroup/work/cgroup.procs")
+            )
+        )
         self.criu.chmod(0o755)
         self.unit = Unit(self.process, tmp_path)
         self.state = tmp_path / "state"
@@ -451,6 +461,51 @@ def test_a_save_that_somebody_waits_for_is_not_thrown_away(place: Place) -> None
     assert place.backend().discard(place.work, captured.artefact)
     assert place.record() == {}
     assert not place.backend().discard(place.work, captured.artefact)
+
+
+def test_a_process_that_was_started_meanwhile_is_not_left_standing(place: Place) -> None:
+    """The dump stops it, too, but it is in no list: neither the save nor what is let go on may do without it."""
+    group = place.gpus.root / "sys/fs/cgroup/work/cgroup.procs"
+    place.how.write_text("fork")
+    with pytest.raises(CheckpointError, match="were started while it was saved") as caught:
+        place.backend().capture(place.work)
+    assert caught.value.reason.source == "running"
+    new = int(group.read_text().split()[-1])
+    try:
+        assert new != place.pid
+        assert not suspend.stands_still(new)
+    finally:
+        os.kill(new, signal.SIGKILL)
+    assert goes_on(place.process)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("train 1", "train-1"), ("日本", "本日"), ("a/b", "a b"), ("x" * 90, "x" * 91)]
+)
+def test_no_two_workloads_share_a_record(place: Place, one: str, other: str) -> None:
+    paths = {place.backend().record_path(name) for name in (one, other)}
+    assert len(paths) == 2
+    assert {path.parent for path in paths} == {place.state / "checkpoints"}
+
+
+def test_a_save_of_another_unit_is_not_taken_for_it(place: Place) -> None:
+    place.backend().capture(place.work)
+    other = Work("work", "other.service", place.work.save)
+    with pytest.raises(CheckpointError, match=r"a save of this name is of work\.service"):
+        place.backend().capture(other)
+
+
+def test_a_deleted_file_is_not_looked_for_on_the_target(tmp_path: Path) -> None:
+    """CRIU saves what is in it."""
+    with (tmp_path / "gone").open("w") as gone, (tmp_path / "kept").open("w") as kept:
+        (tmp_path / "gone").unlink()
+        memory = os.memfd_create("scratch")
+        try:
+            files = {one.path.rpartition("/")[2]: one.gone for one in tree.look(os.getpid()).files}
+        finally:
+            os.close(memory)
+        assert gone.fileno() != kept.fileno()
+    assert (files["gone (deleted)"], files["memfd:scratch (deleted)"], files["kept"]) == (True, True, False)
 
 
 def test_a_damaged_record_is_not_guessed_at(place: Place) -> None:

@@ -204,6 +204,24 @@ def test_what_does_not_fit_is_refused(node: Node, change: Callable[[Node], Any],
     assert suspend.read_record(node.backend().record_path("work", "restores")) == {}
 
 
+def test_where_its_files_cannot_come_the_source_is_not_ended(node: Node) -> None:
+    assert refused(node, node.save(paths=["/proc"])) == "insufficient_space"
+
+
+def test_progress_that_fell_is_no_proof(node: Node) -> None:
+    """Files that were not declared stay behind, and other ones of their names may be here."""
+    work = Work("work", "work.service", {"progress": ["printed"]})
+    record = {"members": [], "unit": "work.service", "progress": [100.0]}
+    backend = node.backend()
+    for printed, said in (("7", "it was 100 before"), ("nan", "printed no number"), ("100", "")):
+        backend._run = lambda argv, printed=printed, **dummy: Completed(tuple(argv), 0, printed, "", 0.1)
+        if said:
+            with pytest.raises(CheckpointError, match=said):
+                backend._verify(work, record, 0.0)
+        else:
+            assert backend._verify(work, record, 0.0)["progress"] == [100.0]
+
+
 def test_a_taken_pid_is_refused(node: Node) -> None:
     member = {
         "pid": 1,
