@@ -178,10 +178,11 @@ class Cluster:
         fate: str = "",
         patience: float = 30,
         deadline: float = 3600,
+        to: tuple[str, ...] = (),
         **settings: Any,
     ) -> dict[str, Evacuated]:
         """Evacuate with one fate for every job."""
-        fates = [Fate(f"job {job.shown}", fate) for job in self.commands.jobs()] if fate else []
+        fates = [Fate(f"job {job.shown}", fate, to) for job in self.commands.jobs()] if fate else []
         return self.backend(**settings).evacuate(names, mark, fates, time.time() + deadline, patience)
 
     def _idle(self) -> bool:

@@ -82,7 +82,24 @@ NAMES = frozenset(each.name for each in FIELDS)
 
 NOT_TOLD_OF = NAMES - {"gpu_model", "driver"}
 """What is not looked at for a Slurm job, which saves itself in a form of its own, and for work of a plain host: the
-machine it goes to is asked then. Both are promised the GPU model and driver they had, and nobody tells more."""
+machine it goes to is asked then. Both are promised the GPU model they had, and nobody tells more."""
+
+OWN_SAVES = frozenset(("hook", "slurm"))
+"""Backends whose saves the application itself wrote and reads again."""
+
+SURVIVED = frozenset(("driver", "driver_flavour"))
+"""What may differ where such a save is loaded: it holds nothing of the driver's."""
+
+
+def saves_itself(backends: Collection[str]) -> bool:
+    """Whether what is saved with one of these may go on with another driver."""
+    return not OWN_SAVES.isdisjoint(backends)
+
+
+def not_compared(backends: Collection[str]) -> frozenset[str]:
+    """The fields of the key that do not matter to what is saved with one of these backends."""
+    told = NOT_TOLD_OF if tuple(backends) in (("slurm",), ("host",)) else frozenset()
+    return told | SURVIVED if saves_itself(backends) else told
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from typing import Any
 
 from ..fleet import Snapshot
 from .bins import together
-from .model import Model, same_version
+from .model import Model, in_order, same_version
 from .placement import Rooms
 from .plan import Plan, make, prepare
 from .policy import BadPolicy, Policy
@@ -223,7 +223,7 @@ def _model(snapshot: Snapshot, policy: Policy, plan: Plan) -> Model:
     for name in plan.order:
         if name not in known:
             raise BadPolicy(f"the plan upgrades {name}, which is not a node of this fleet")
-    model = prepare(snapshot, policy, dict(plan.blocked))
+    model = prepare(in_order(snapshot), policy, dict(plan.blocked))
     wanted = set(plan.order)
     model.moving = [index for index, node in enumerate(model.nodes) if node.name in wanted]
     return model

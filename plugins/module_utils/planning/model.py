@@ -8,13 +8,16 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
+from operator import attrgetter
 
 from ..fleet import MOVE, RESTART, WAIT, Member, Node, Resources, Snapshot, Workload
 from ..version import DriverVersion
+from .compatibility import saves_itself
 from .placement import Classes, Need, Needs, Shape, shape_of
 from .policy import Policy
 
@@ -27,6 +30,7 @@ class Item:
 
     ``end`` is the time at which it ends by itself (``inf`` if unknown), ``pause`` the seconds a move takes, ``cold``
     the GPU-seconds a cold start loses, ``idle`` its GPUs weighed as idle ones are: those it keeps from standing idle.
+    One that ``saves_itself`` may move to an upgraded node.
     """
 
     __slots__ = (
@@ -42,6 +46,7 @@ class Item:
         "pause",
         "restartable",
         "restorable",
+        "saves_itself",
         "shape",
         "startable",
         "waitable",
@@ -63,6 +68,7 @@ class Item:
         self.pause = workload.capture + workload.restore
         self.cold = gpus * (workload.start_cost + workload.at_risk)
         self.movable = MOVE in may and bool(workload.backends)
+        self.saves_itself = self.movable and saves_itself(workload.backends)
         self.waitable = WAIT in may or not may - {"protect"}
         self.restartable = RESTART in may
         self.frozen_by: str | None = None
@@ -168,6 +174,23 @@ class Model:
             found = (shape, self.classes.restorable(shape), self.classes.startable(shape))
             self._shapes[key] = found
         return found
+
+
+_NUMBER = re.compile(r"([0-9]+)")
+
+
+def in_order(snapshot: Snapshot) -> Snapshot:
+    """The snapshot with nodes and workloads by name: a plan does not depend on who listed them, and in what order.
+    Numbers in the names of nodes count as such."""
+    nodes = sorted(snapshot.nodes, key=lambda node: _by_number(node.name))
+    return replace(snapshot, nodes=tuple(nodes), workloads=tuple(sorted(snapshot.workloads, key=attrgetter("name"))))
+
+
+def _by_number(name: str) -> tuple[list[tuple[str, tuple[int, str]]], str]:
+    """Sorts n2 before n10."""
+    parts = _NUMBER.split(name)
+    numbers = [part.lstrip("0") for part in parts[1::2]]
+    return [*zip(parts[::2], [*((len(number), number) for number in numbers), (0, "")])], name
 
 
 def out_of_service(node: Node) -> bool:

@@ -109,7 +109,7 @@ def shape_of(workload: Workload, node: Node) -> Shape:
         node.gpu_model,
         requires,
         workload.tolerates,
-        compatibility.NOT_TOLD_OF if workload.backends in (("slurm",), ("host",)) else frozenset(),
+        compatibility.not_compared(workload.backends),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..account import named
 from ..fleet import MOVE, PROTECT, RESTART, WAIT, Snapshot, uncollected
 from ..version import DriverVersion, find
-from .model import Item, Model, joined, same_version, skip_reason, without
+from .model import Item, Model, in_order, joined, same_version, skip_reason, without
 from .order import Arrangement, arrange, extended, spare
 from .placement import Rooms
 from .policy import KEPT_TOGETHER, BadPolicy, Policy
@@ -147,12 +147,13 @@ def _batch_dict(batch: Batch) -> dict[str, Any]:
 
 @uncollected()
 def make(snapshot: Snapshot, policy: Policy) -> Plan:
-    """The plan for a fleet; the same snapshot and policy give the same plan.
+    """The plan for a fleet; the same snapshot, in whichever order, and policy give the same plan.
 
     Nodes whose work may not be disturbed, or has nowhere to go, are left out with the reason and planned around.
 
     :raises BadPolicy: if the policy contradicts itself or the fleet.
     """
+    snapshot = in_order(snapshot)
     best = _arranged(snapshot, policy, frozenset())
     if _loss(best)[:2] > (0, 0.0):
         best = _with_less(snapshot, policy, best)
@@ -309,6 +310,7 @@ def described(model: Model, batches: Sequence[Sequence[int]], played: Played, ha
     """Batches by name, each with the fates of its workloads."""
     fates: list[list[WorkloadFate]] = [[] for dummy in batches]
     nodes = model.nodes
+    turn = {node: number for number, batch in enumerate(batches) for node in batch}
     for fate in played.fates:
         item = model.items[fate.item]
         fates[fate.batch].append(
@@ -318,7 +320,7 @@ def described(model: Model, batches: Sequence[Sequence[int]], played: Played, ha
                 tuple([nodes[node].name for node in item.nodes]),
                 tuple([nodes[node].name for node in fate.to]),
                 fate.lost,
-                fate.reason or (_move_reason(model, fate) if fate.what == MOVE else ""),
+                fate.reason or (_move_reason(model, fate, turn) if fate.what == MOVE else ""),
             )
         )
     out = []
@@ -337,8 +339,13 @@ def described(model: Model, batches: Sequence[Sequence[int]], played: Played, ha
     return tuple(out)
 
 
-def _move_reason(model: Model, fate: Fate) -> str:
-    return f"pauses {model.items[fate.item].pause:.0f} s, same driver there"
+def _move_reason(model: Model, fate: Fate, turn: Mapping[int, int]) -> str:
+    """``turn`` is the number of each node's batch."""
+    item, nodes = model.items[fate.item], model.nodes
+    old = {nodes[node].loaded for node in (*item.nodes, *fate.to)}
+    upgraded = any(turn.get(node, fate.batch) < fate.batch for node in fate.to)
+    other = upgraded or len(old) > 1
+    return f"pauses {item.pause:.0f} s, {'its own save goes on with another driver' if other else 'same driver'} there"
 
 
 def _odd(model: Model, policy: Policy) -> list[str]:
@@ -526,15 +533,19 @@ def place(
 
     :param restore: from a checkpoint, so that the compatibility key must agree; else from nothing.
     :param plan: an earlier plan in its JSON form; nodes later in its order are preferred, those left out of it most.
-        Nothing is restored on a node whose turn in it comes no later than that of the workload's own, nor on one that
-        an interrupted upgrade left half way.
+        Nothing is restored on a node whose turn in it is still to come and no later than that of the workload's own,
+        nor on one that an interrupted upgrade left half way.
     :raises BadPolicy: if a workload or a node to avoid does not exist, or the plan is for another version.
     """
     if plan and plan.get("version", policy.version) != policy.version:
         raise BadPolicy(f"the plan is for {plan['version']!r}, not for {policy.version}")
-    model = prepare(snapshot, replace(policy, canary=0, reserve=()))
+    model = prepare(in_order(snapshot), replace(policy, canary=0, reserve=()))
     order = {name: place for place, name in enumerate(list_of(str, (plan or {}).get("order", []), "order"))}
-    position = [order.get(node.name, len(order)) for node in model.nodes]
+    upgraded = frozenset(model.upgraded)
+    position = [
+        len(order) if number in upgraded else order.get(node.name, len(order))
+        for number, node in enumerate(model.nodes)
+    ]
     rooms = Rooms(model.nodes, model.free, model.classes, position)
     for name in avoid:
         if name not in model.number:

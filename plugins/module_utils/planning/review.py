@@ -17,7 +17,7 @@ from ..account import named
 from ..fleet import MOVE, WAIT, Node, Snapshot, uncollected
 from .bins import Group, Use, together, use_limits
 from .gate import GOOD, OUT_OF_SERVICE
-from .model import Model, is_due, out_of_service, skip_reason
+from .model import Model, in_order, is_due, out_of_service, skip_reason
 from .plan import CANARY, Batch, Plan, blocked_reason, finished, id_of, list_of, no_plan, prepare
 from .policy import BadPolicy, Policy, count
 from .schedule import BLOCKED, COLD, STAY, Hint, play
@@ -73,7 +73,7 @@ def review(
     nodes = tuple(_after(node, over[node.name], policy) if node.name in over else node for node in snapshot.nodes)
     stuck = _blocked_in(earlier)
     stay = {node.name: "cannot be emptied" for node in nodes if node.name in stuck and node.name not in over}
-    model = prepare(replace(snapshot, nodes=nodes), replace(policy, canary=0, reserve=()), stay)
+    model = prepare(in_order(replace(snapshot, nodes=nodes)), replace(policy, canary=0, reserve=()), stay)
     moving = {model.nodes[index].name: index for index in model.moving}
     changes: list[str] = []
     reasons: list[str] = []

@@ -5,8 +5,9 @@
 
 What a fate loses, in GPU-seconds (``g`` GPUs):
 
-``move``        g x (capture + restore), and a cold start more if it is still running when its new node's turn comes;
-                twice that, and no more, for work that stays at home: it moves back when its node is
+``move``        g x (capture + restore), and a cold start more if it is still running when its new node's turn comes,
+                which is none for work that saves itself and finds room on an upgraded node; twice that, and no more,
+                for work that stays at home: it moves back when its node is
 ``wait``        nothing of its own, but the GPUs of the batch that stand idle meanwhile (a quarter if nobody queues):
                 until the wait is over, or as with ``stay`` where queued work is known to fill gaps
 ``cold_start``  g x (start + progress at risk), and g x swap more if it has to wait for its own node to come back
@@ -334,7 +335,7 @@ class _Walk:
 
     def _best_move(self, index: int, item: Item, number: int, now: float, cold: float) -> float:
         """What a move would lose at best, to the end."""
-        until = inf if self._kept(item) else self._time_until(self.final, number)
+        until = inf if item.saves_itself or self._kept(item) else self._time_until(self.final, number)
         return self._moved_until(index, item, now, cold, until)
 
     def _moved_until(self, index: int, item: Item, now: float, cold: float, until: float) -> float:
@@ -367,22 +368,30 @@ class _Walk:
     def _move(
         self, index: int, item: Item, number: int, now: float, limit: float, in_place: float
     ) -> tuple[Fate, float] | None:
-        """Move it to the latest node that has room, unless that loses ``limit`` or more and there is a better way."""
+        """Move it to an upgraded node if it saves itself, or else to the latest node that has room, unless that loses
+        ``limit`` or more and there is a better way."""
         hint = self.hints.get(index)
         cold = self._cold(index, item, now) if item.restartable else BLOCKED_LOSS
+        later = range(number + 1, self.last + 1) if hint == NEAR else range(self.last, number, -1)
+        upgraded = self._before(number) if item.saves_itself and not item.workload.stays_home else range(0)
         found = None
-        if isinstance(hint, tuple) and all(self.position[node] > number for node in hint):
-            found = self.rooms.claim(hint, item.needs, item.restorable)
-        found = found or self.rooms.place(
-            item.needs,
-            item.restorable,
-            range(number + 1, self.last + 1) if hint == NEAR else range(self.last, number, -1),
-            together=item.workload.together,
-            spread=item.workload.spread,
-        )
+        if isinstance(hint, tuple):
+            turns = {self.position[node] for node in hint}
+            if turns.issubset(upgraded) or min(turns) > number:
+                found = self.rooms.claim(hint, item.needs, item.restorable)
+        for positions in (later, upgraded) if hint == NEAR else (upgraded, later):
+            found = found or self.rooms.place(
+                item.needs,
+                item.restorable,
+                positions,
+                together=item.workload.together,
+                spread=item.workload.spread,
+            )
         if found is None:
             return None
-        until = min(self._time_until(self.position[node], number) for node in found)
+        until = min(
+            inf if self.position[node] in upgraded else self._time_until(self.position[node], number) for node in found
+        )
         lost = self._moved_until(index, item, now, cold, until)
         if hint in (None, WAIT) and lost >= limit and (lost >= in_place or self._cold_room(item, number)):
             self.rooms.put_back(found, item.needs)

@@ -120,9 +120,9 @@ class Evacuation:
     ) -> dict[str, Evacuated]:
         """As :meth:`.base.Scheduler.evacuate`, for ``names`` that Slurm knows. Nothing is done to jobs on nodes that
         are not drained by us; with ``check``, one in service is taken for drained by us."""
-        wanted: dict[str, str] = {}
+        wanted: dict[str, Fate] = {}
         for fate in fates:
-            wanted.setdefault(fate.workload, fate.fate)
+            wanted.setdefault(fate.workload, fate)
         watch = _Watch(names)
         end = self._clock() + patience
         while True:
@@ -142,7 +142,7 @@ class Evacuation:
         names: Sequence[str],
         jobs: Sequence[Job],
         foreign: Mapping[str, str],
-        wanted: Mapping[str, str],
+        wanted: Mapping[str, Fate],
         mark: Mark,
         deadline: float,
     ) -> dict[str, Evacuated]:
@@ -152,7 +152,7 @@ class Evacuation:
         for workload, members in _workloads_on(names, jobs).items():
             on = _nodes_of(members, names)
             noted = slurm_jobs.token(members[0].admin_comment)
-            step = self._next(members[0], wanted.get(workload, ""), mark, deadline, noted, False, shared)
+            step = self._next(members[0], _word(wanted, workload), mark, deadline, noted, False, shared)
             if all(name in foreign for name in on):
                 step = Step("fail", foreign[on[0]])
             for name in on:
@@ -168,7 +168,7 @@ class Evacuation:
         nodes: Mapping[str, Node],
         jobs: Sequence[Job],
         foreign: Mapping[str, str],
-        wanted: Mapping[str, str],
+        wanted: Mapping[str, Fate],
         mark: Mark,
         deadline: float,
     ) -> None:
@@ -183,13 +183,15 @@ class Evacuation:
             job, on = members[0], watch.on[workload]
             noted = slurm_jobs.token(job.admin_comment) or watch.notes.get(workload)
             saved = self._saved(watch, job, noted)
-            step = self._next(job, wanted.get(workload, ""), mark, deadline, noted, saved, shared)
+            step = self._next(job, _word(wanted, workload), mark, deadline, noted, saved, shared)
             if all(name in foreign for name in on) and step.do != "fail":
                 late = self._clock() >= deadline
                 step = Step("fail" if late else "wait", f"is left alone: {foreign[on[0]]}")
             steps[workload] = step
         todo = {workload: step for workload, step in steps.items() if step.do not in ("wait", "fail")}
-        answers = each(lambda item: self._act(found[item[0]], item[1], mark, nodes), list(todo.items()))
+        held = [workload for workload, step in todo.items() if step.do == "hold"]
+        versions = self._versions(nodes, {workload: wanted[workload].to or watch.on[workload] for workload in held})
+        answers = each(lambda item: self._act(found[item[0]], item[1], mark, versions.get(item[0])), list(todo.items()))
         before, watch.refused = watch.refused, {}
         for (workload, step), (note, refused, untold) in zip(todo.items(), answers):
             if refused:
@@ -284,9 +286,21 @@ class Evacuation:
 
     # ---- what is done to a job; each can be repeated
 
-    def _act(self, members: Sequence[Job], step: Step, mark: Mark, nodes: Mapping[str, Node]) -> tuple[Token, str, str]:
-        """What is done to the first component of a heterogeneous job is done to all. Returns what was noted, what Slurm
-        says if it refuses, and what else went wrong."""
+    def _versions(self, nodes: Mapping[str, Node], goals: Mapping[str, Sequence[str]]) -> dict[str, str | None]:
+        """Of work that moves, by where the plan sees room for it, the driver there; None if it is not one for all."""
+        known = dict(nodes)
+        if not known.keys() >= {name for names in goals.values() for name in names}:
+            known.update(self._slurm.nodes())
+        found: dict[str, str | None] = {}
+        for workload, names in goals.items():
+            versions = {slurm_jobs.version_of(known[name]) for name in names if name in known}
+            found[workload] = versions.pop() if len(versions) == 1 else None
+        return found
+
+    def _act(self, members: Sequence[Job], step: Step, mark: Mark, version: str | None) -> tuple[Token, str, str]:
+        """What is done to the first component of a heterogeneous job is done to all; one that is moved is bound to
+        nodes with a driver of ``version``. Returns what was noted, what Slurm says if it refuses, and what else went
+        wrong."""
         job = members[0]
         now, off = int(self._clock()), ",".join(dict.fromkeys(node for member in members for node in member.nodes))
         message = f"{off} gets another NVIDIA driver, and this job {step.why}"
@@ -301,8 +315,6 @@ class Evacuation:
             return self._done(answer, job, off, message, note)
         acts: list[tuple[str, ...]]
         if step.do == "hold":
-            versions = {slurm_jobs.version_of(nodes[name]) for name in off.split(",") if name in nodes}
-            version = versions.pop() if len(versions) == 1 else None
             feature = f"{slurm_jobs.DRIVER_FEATURE}{version}" if version else ""
             if feature and slurm_jobs.bound(job.constraint, feature) is None:
                 feature = ""
@@ -413,6 +425,11 @@ def _workloads_on(names: Sequence[str], jobs: Sequence[Job]) -> dict[str, list[J
     ours = set(names)
     touched = {slurm_jobs.called(job) for job in jobs if job.on_node and ours.intersection(job.nodes)}
     return slurm_jobs.grouped(job for job in jobs if job.on_node and slurm_jobs.called(job) in touched)
+
+
+def _word(wanted: Mapping[str, Fate], workload: str) -> str:
+    """What the plan does with a workload, or an empty text."""
+    return wanted[workload].fate if workload in wanted else ""
 
 
 def _whose(node: Node) -> str:

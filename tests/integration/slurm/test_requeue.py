@@ -58,6 +58,18 @@ def test_moved_work_starts_on_a_node_with_its_driver(slurm: Cluster) -> None:
     assert first == "start 0 on gpu-1" and second == f"start {int(slurm.text('b'))} on gpu-3"
 
 
+def test_moved_work_starts_on_an_upgraded_node_if_the_plan_has_room_there(slurm: Cluster) -> None:
+    slurm.drain("gpu-2", "gpu-3", "gpu-4")
+    job = slurm.counter("u")
+    slurm.running(job)
+    until(lambda: int(slurm.text("u.now") or 0) > 3, "three steps")
+    slurm.sh("scontrol", "update", "nodename=gpu-2,gpu-3,gpu-4", "state=resume")
+    slurm.backend(versions={"gpu-1": OLD, "gpu-2": OLD, "gpu-3": OLD, "gpu-4": NEW}).cordon(["gpu-1"], R1)
+    slurm.empty(["gpu-1"], R1, fate="move", to=("gpu-4",))
+    assert slurm.running(job).nodes == ("gpu-4",)
+    assert slurm.text("u.log").splitlines()[1] == f"start {int(slurm.text('u'))} on gpu-4"
+
+
 def test_a_job_is_not_taken_away_before_its_save_is_whole(slurm: Cluster) -> None:
     job = slurm.counter("c", takes=4, node="gpu-1")
     slurm.running(job)

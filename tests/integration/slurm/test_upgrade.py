@@ -146,7 +146,9 @@ def test_upgrade_with_slurm(machines: tuple[Cluster, Fleet]) -> None:
     until(lambda: all(slurm.state_of(one) == "COMPLETED" for one in tasks), "the array", 60)
     assert sorted(slurm.text("array.log").split()) == ["1", "2", "3", "4"]
     assert sum(slurm.restarts(one) for one in tasks) > 0
-    assert not any(job.held or job.constraint for job in slurm.commands.jobs())
+    # one that the plan moved to an upgraded node stays bound to that driver while it runs
+    left = [(job.shown, job.held, job.constraint) for job in slurm.commands.jobs()]
+    assert all(not held and constraint in ("", f"driver-{NEW}") for dummy, held, constraint in left), left
 
     # a node that goes back says so to Slurm before it is in service, whatever becomes of the rest of the run
     back = next(name for name in ours if name != later)

@@ -103,9 +103,11 @@ def test_waived_fields_do_not_stop_a_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "to"), [({}, ("b",)), ({"loaded": NEW}, ()), ({"gpu_model": "A100"}, ())], ids=["like", "driver", "GPU"]
+    ("values", "to"),
+    [({}, ("b",)), ({"loaded": NEW}, ("b",)), ({"gpu_model": "A100"}, ())],
+    ids=["like", "driver", "GPU"],
 )
-def test_what_a_slurm_job_saved_itself_needs_its_driver_and_gpu_model_only(values: dict[str, Any], to: Any) -> None:
+def test_what_a_slurm_job_saved_itself_needs_its_gpu_model_only(values: dict[str, Any], to: Any) -> None:
     """Slurm tells no more of a node, and unknown facts are a mismatch for all other work."""
     nodes = node("a", facts=()), node("b", facts=(), **values)
     assert placed(*nodes, work=workload("w", "a", backends=("slurm",))).to == to

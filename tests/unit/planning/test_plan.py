@@ -161,7 +161,7 @@ def test_canary_is_the_cheapest_node_of_each_model() -> None:
     nodes = [node(f"h{n}") for n in range(3)] + [node(f"a{n}", gpu_model="A100") for n in range(3)]
     works = tuple(workload(f"w{name}", name, at_risk=9000.0) for name in ("h0", "h2", "a0", "a1"))
     made = plan.make(Snapshot(tuple(nodes), works), Policy(NEW))
-    assert made.canary == ("h1", "a2")
+    assert made.canary == ("a2", "h1")
 
 
 def test_a_domain_is_not_split_unless_allowed() -> None:
@@ -366,6 +366,53 @@ def test_work_of_a_plain_host_moves_to_a_later_one_or_starts_again_at_home() -> 
     assert (fate_of(made, "saved").fate, fate_of(made, "saved").to) == ("move", (made.order[-1],))
     kept = replace(saved, may=frozenset(("restart",)), backends=())
     assert fate_of(plan.make(Snapshot(nodes, (kept,)), Policy(NEW)), "saved").to == ("n1",)
+
+
+@pytest.mark.parametrize(
+    ("backends", "fate", "lost"),
+    [(("hook",), "move", 8 * 120.0), (("slurm",), "move", 8 * 120.0), (("cuda_criu",), "cold_start", 8 * 7260.0)],
+)
+def test_work_that_saves_itself_goes_on_at_an_upgraded_node(backends: tuple[str, ...], fate: str, lost: float) -> None:
+    """No node has a later turn: what needs its driver again has lost its progress."""
+    nodes = (node("a"), node("b", loaded=NEW, installed=NEW))
+    work = workload("w", "a", gpus=8, backends=backends, at_risk=7200.0)
+    made = plan.make(Snapshot((replace(nodes[0], free={"gpu": 0}), nodes[1]), (work,)), Policy(NEW))
+    found = fate_of(made, "w")
+    assert (found.fate, found.to, found.lost) == (fate, ("b",), lost)
+    if fate == "move":
+        assert found.reason == "pauses 120 s, its own save goes on with another driver there"
+        again, seen = review.review(
+            made.as_dict(), Snapshot((replace(nodes[0], free={}), nodes[1]), (work,)), Policy(NEW)
+        )
+        assert seen.safe and not seen.changes and fate_of(again, "w").to == ("b",)
+
+
+def test_work_that_saves_itself_leaves_old_driver_room_to_what_needs_it() -> None:
+    """Both have to leave for good, and one free node keeps its driver: it is for the one that nothing else saves."""
+    nodes = (
+        *(node(name, free={"gpu": 0}) for name in ("a", "b")),
+        node("new", loaded=NEW, installed=NEW),
+        node("old", skip="kept"),
+    )
+    works = [
+        workload("w", "a", gpus=8, backends=("hook",), at_risk=7200.0),
+        workload("x", "b", gpus=8, backends=("cuda_criu",), at_risk=7200.0),
+    ]
+    made = plan.make(Snapshot(nodes, tuple(works)), Policy(NEW, batch_size=(1,)))
+    assert (fate_of(made, "w").to, fate_of(made, "x").to) == (("new",), ("old",))
+    assert made.total_lost == 2 * 8 * 120.0
+    full = (*nodes[:2], replace(nodes[2], free={"gpu": 4}), nodes[3])
+    made = plan.make(Snapshot(full, tuple(works)), Policy(NEW, batch_size=(1,)))
+    assert sorted(fate.fate for batch in made.batches for fate in batch.fates) == ["move", "move"]
+
+
+def test_saved_work_may_be_placed_on_an_upgraded_node_if_the_application_saved_it() -> None:
+    nodes = (node("a", free={"gpu": 0}), node("b", loaded=NEW, installed=NEW), node("c"))
+    earlier = {"version": NEW, "order": ["c", "b", "a"]}
+    for backend, to in (("hook", ("b",)), ("cuda_criu", ())):
+        work = workload("w", "a", gpus=8, backends=(backend,))
+        found = plan.place(Snapshot(nodes, (work,)), Policy(NEW), ["w"], restore=True, plan=earlier)
+        assert found[0].to == to
 
 
 def test_a_batch_goes_to_the_window_that_the_wait_for_its_work_fits() -> None:
