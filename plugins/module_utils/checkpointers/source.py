@@ -386,6 +386,9 @@ class Source(Common):
                 act()
                 timings[step] = round(time.monotonic() - mark, 3)
                 mark = time.monotonic()
+            if suspend.read_record(path).get("state") != suspend.FROZEN:
+                seen = "its timer let it go on while it was being saved"
+                raise self._failed(work, "publish_failed", "publish", seen, "work that stands still", f"cat {path}")
             self._arm(service, path, self._limits.freeze)
         except BaseException as exc:
             if ahead:

@@ -383,9 +383,15 @@ def tidy(record: dict[str, Any]) -> None:
         subprocess.run(["systemctl", "daemon-reload"], timeout=120, check=False)
 
 
-def thaw(path: Path) -> str:
-    """What the dead-man timer does: let work that still stands go on; says what it did."""
-    with held(path, 600):
+def thaw(path: Path, patience: float = 600.0) -> str:
+    """What the dead-man timer does: let work that still stands go on; says what it did.
+
+    Who holds the record for longer than ``patience`` seconds hangs, perhaps for ever, in a store that does not answer.
+    The work goes on all the same: whoever wakes up then finds by the record that its save is out of date.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(TimeoutError):
+            stack.enter_context(held(path, patience))
         record = read_record(path)
         if record.get("state") not in (FROZEN, PUBLISHED):
             return f"nothing to do: {path} is {record.get('state', 'gone')}"

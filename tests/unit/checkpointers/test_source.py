@@ -479,6 +479,24 @@ def test_a_process_that_was_started_meanwhile_is_not_left_standing(place: Place)
     assert goes_on(place.process)
 
 
+def test_a_save_during_which_the_timer_came_is_not_used(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may not answer for so long that the timer no longer waits for whoever holds the record."""
+    real = artefact.publish
+
+    def slow(*args: Any, **options: Any) -> dict[str, Any]:
+        suspend.thaw(place.backend().record_path("work"), patience=0.1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(suspend, "tidy", lambda record: None)
+    monkeypatch.setattr(suspend, "act_on_all", lambda *args: None)
+    monkeypatch.setattr(artefact, "publish", slow)
+    with pytest.raises(CheckpointError, match="its timer let it go on while") as caught:
+        place.backend().capture(place.work)
+    assert caught.value.reason.source == "running"
+    assert place.left_behind == []
+    assert goes_on(place.process)
+
+
 @pytest.mark.parametrize(
     ("one", "other"), [("train 1", "train-1"), ("日本", "本日"), ("a/b", "a b"), ("x" * 90, "x" * 91)]
 )
