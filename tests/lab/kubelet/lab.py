@@ -343,7 +343,7 @@ def execute(options: argparse.Namespace) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    print(path().split(os.pathsep)[0])
+    print(path().partition(os.pathsep)[0])
 
 
 def main() -> int:
