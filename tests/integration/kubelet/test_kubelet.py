@@ -65,6 +65,7 @@ class Node:
             "spec": {
                 "hostNetwork": True,
                 "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": 1,
                 "automountServiceAccountToken": False,
                 "containers": [
                     {
