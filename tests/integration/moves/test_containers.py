@@ -89,6 +89,7 @@ def nodes(machines: Fleet) -> Iterator[dict[str, Node]]:
     yield nodes
     for node in nodes.values():
         node.sh("podman rm --force --all --time 0; rm -rf /var/lib/notebook /var/lib/gpufleet")
+        node.sh("mount -o remount,bind,rw /proc/sys/kernel/hostname")
 
 
 def share(machines: Fleet) -> Path:

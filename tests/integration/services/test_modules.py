@@ -100,7 +100,7 @@ FOUND_ELSEWHERE = {
 The third needs machines that can save processes: tests/integration/{moves,metal}. Of the last only the logic is proven,
 by tests/unit/checkpointers/test_gang.py."""
 
-LEFT_BEHIND = "mkdir -p /var/lib/gpufleet/store/begun; touch -d '3 days ago' /var/lib/gpufleet/store/begun"
+LEFT_BEHIND = "left=/var/lib/gpufleet/store/.stage-work; mkdir -p $left; touch -d '3 days ago' $left"
 """What a save leaves that was cut off, for checkpoint_collect."""
 
 # What an upgrade may change on a machine. The names of GPU settings are those of nvidia-smi.
