@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -166,16 +167,27 @@ def contents(root: Path) -> list[str]:
 
 
 def stage(store: str | Path, artefact: str) -> Path:
-    """An empty private directory in the store, to become the artefact; what an earlier attempt left is removed."""
+    """An empty private directory in the store, to become the artefact; what an earlier attempt left is removed.
+
+    :raises ArtefactError: if it cannot be made, or everybody may replace what is in the store.
+    """
     final = place(store, artefact)
     directory = final.with_name(f"{STAGED}{artefact}")
     try:
         final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_open(final.parent)
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700)
     except OSError as exc:
         raise ArtefactError(f"cannot make {directory}: {exc.strerror}") from exc
     return directory
+
+
+def _refuse_open(store: Path) -> None:
+    """A save holds what root runs, so nobody else may put another in its place."""
+    mode = store.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ArtefactError(f"everybody may replace what is in {store}; take that right away: chmod o-w {store}")
 
 
 def _sync(path: Path) -> None:
@@ -246,6 +258,7 @@ def read(store: str | Path, artefact: str) -> dict[str, Any]:
     path = place(store, artefact) / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
+        _refuse_open(path.parents[1])
     except FileNotFoundError:
         raise ArtefactError(f"there is no {path}: no such checkpoint here, or it was never finished") from None
     except (OSError, ValueError) as exc:

@@ -211,3 +211,15 @@ def test_a_piece_that_changes_after_it_was_hashed_is_found(tmp_path: Path) -> No
     (staged / "pages-1.img").write_bytes(b"x" * artefact.PIECE)
     artefact.publish(staged, "save", {}, known=ahead.end())
     assert "pages-1.img" in artefact.verify(tmp_path, "save")[0]
+
+
+def test_a_store_in_which_everybody_may_replace_saves_is_refused(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    staged = artefact.stage(store, ID)
+    artefact.publish(staged, ID, {})
+    store.chmod(0o777)
+    for refused in (artefact.stage, artefact.read):
+        with pytest.raises(artefact.ArtefactError, match=f"chmod o-w {store}"):
+            refused(store, ID)
+    store.chmod(0o1777)
+    assert artefact.read(store, ID)["id"] == ID
