@@ -143,7 +143,7 @@ def compile_programs(state: Path) -> None:
     userland = HERE.parent / "standin/userland"
     for name in ("counter", "pause"):
         run(["gcc", "-static", "-O1", "-o", state / name, HERE / f"{name}.c"])
-    (state / "lib").mkdir()
+    (state / "lib").mkdir(exist_ok=True)
     run(
         [
             *("gcc", "-std=gnu11", "-O1", "-fPIC", "-shared", "-Wl,-soname,libnvidia-ml.so.1"),
@@ -155,7 +155,7 @@ def compile_programs(state: Path) -> None:
         (state / "driver/dev").mkdir(parents=True, exist_ok=True)
         (state / "driver/dev" / name).touch()
     gpu = state / "driver/proc/driver/nvidia/gpus/0000:01:00.0"
-    gpu.mkdir(parents=True)
+    gpu.mkdir(parents=True, exist_ok=True)
     (gpu / "information").write_text(
         "Model: \t\t NVIDIA A100\nGPU UUID: \t GPU-5ca1ab1e-0000-4000-8000-000000000000\nDevice Minor: \t 0\n"
     )
@@ -165,7 +165,7 @@ def compile_programs(state: Path) -> None:
 def mount_files(state: Path) -> None:
     """Give the node an /etc and a /var/lib that are changed for it alone, and the driver's part of /proc."""
     own = state / "own"
-    own.mkdir()
+    own.mkdir(exist_ok=True)
     run(["mount", "--make-rprivate", "/"])
     run(["mount", "-t", "tmpfs", "own", own])
     for name in ("etc", "var/lib"):
@@ -317,11 +317,16 @@ def up(options: argparse.Namespace) -> None:
             start_new_session=True,
         )
     (state / "pid").write_text(str(node.pid))
-    while not (state / "ready").exists():
-        if node.poll() is not None or time.monotonic() - begun > READY_SECONDS:
-            said = "".join(log.read_text()[-1000:] for log in state.glob("*.log"))
-            raise LabError(f"the node does not come up:\n{said}")
-        time.sleep(0.1)
+    try:
+        while not (state / "ready").exists():
+            if node.poll() is not None or time.monotonic() - begun > READY_SECONDS:
+                said = "".join(log.read_text()[-1000:] for log in state.glob("*.log"))
+                raise LabError(f"the node does not come up:\n{said}")
+            time.sleep(0.1)
+    except BaseException:
+        node.kill()  # and with it all that runs on the node
+        (state / "pid").unlink()
+        raise
     say(f"{options.name} is up after {time.monotonic() - begun:.1f} s; pods: files in /etc/kubernetes/manifests there")
 
 
