@@ -18,6 +18,7 @@ class FilterModule:
             "next_steps": account.next_steps,
             "moves": account.moves,
             "outcomes": account.outcomes,
+            "doubles": account.doubles,
             "driver_versions": account.driver_versions,
             "upgrade_lines": account.upgrade_lines,
             "return_lines": account.return_lines,

@@ -144,6 +144,16 @@ def driver_versions(
     return {**found, **back, **dict.fromkeys(outcomes(found, hostvars, ["upgraded"]), target)}
 
 
+def doubles(nodes: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """The names of each machine that has several: nodes (``gpu_node``) with the same ``boot_id``, which no two machines
+    share, and no two boots of one. A node of which it is not known is left out."""
+    names: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.get("boot_id"):
+            names.setdefault(node["boot_id"], []).append(str(node["name"]))
+    return [each for each in names.values() if len(each) > 1]
+
+
 def upgrade_lines(
     nodes: Iterable[Mapping[str, Any]],
     hostvars: Mapping[str, Mapping[str, Any]],

@@ -45,6 +45,12 @@ def test_one_reason_is_said_once_for_all_its_nodes() -> None:
     assert account.grouped([]) == []
 
 
+def test_a_machine_under_two_names_is_found() -> None:
+    nodes = [{"name": "a", "boot_id": "1"}, {"name": "b", "boot_id": "2"}, {"name": "a.example.com", "boot_id": "1"}]
+    unknown = [{"name": "c"}, {"name": "d", "boot_id": ""}, {"name": "e", "boot_id": ""}]
+    assert account.doubles([*nodes, *unknown]) == [["a", "a.example.com"]]
+
+
 def finding(check: str, message: str, following: str | None = None, level: str = "error") -> dict[str, Any]:
     return {"check": check, "message": message, "next": following, "level": level}
 

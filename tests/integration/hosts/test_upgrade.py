@@ -272,6 +272,10 @@ def test_stop_file_window_and_limit(fleet: Fleet, tmp_path: Path) -> None:
     for name, value in typing.items():
         refused = fleet.play("upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1", **{name: value})
         assert refused.rc != 0 and re.search(f"nothing was changed.*{name}", refused.output, re.DOTALL)
+    address = re.findall(r"ansible_host: (\S+)", fleet.inventory.read_text())[0]
+    fleet.vary("gpu-2", ansible_host=address)
+    doubled = fleet.play("upgrade", gpu_driver_version=NEW, gpu_hosts="gpu-1,gpu-2")
+    assert doubled.rc != 0 and "gpu-1 and gpu-2: names of one machine each. Nothing was changed" in doubled.output
     assert {fleet.loaded(name) for name in fleet.names} == {OLD}
 
 
