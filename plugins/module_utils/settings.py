@@ -37,7 +37,7 @@ def wrong(values: Mapping[str, Any], spec: Mapping[str, Any], node: str) -> list
     :param spec: their argument spec, as of :func:`of_roles`
     :param node: the name the inventory has for the node
     """
-    checked = ArgumentSpecValidator({name: dict(spec[name]) for name in values}).validate(dict(values))
+    checked = ArgumentSpecValidator({name: dict(spec[name]) for name in values}).validate(_plain(values))
     found = list(checked.error_messages)
     if not _PLAIN.match(node):
         found.append(
@@ -53,6 +53,15 @@ def wrong(values: Mapping[str, Any], spec: Mapping[str, Any], node: str) -> list
     if not state_dir.startswith("/"):
         found.append(f"gpu_state_dir is '{state_dir}', expected an absolute path")
     return found
+
+
+def _plain(value: Any) -> Any:
+    """The same without what Ansible keeps about each value, which the validator would copy again and again."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, str) else value
 
 
 def misspelt(names: Iterable[str], known: Iterable[str]) -> list[str]:
