@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -155,20 +155,12 @@ class Api:
         outage = self._outage if outage is None else outage
         end = time.monotonic() + outage
         while True:
-            wait = _RETRY_SECONDS
+            pause = _RETRY_SECONDS
             try:
-                response = self._client.rest_client.pool_manager.request(
-                    method,
-                    url,
-                    body=data,
-                    headers=self._headers(kind if data else None),
-                    timeout=self._timeout,
-                    retries=False,
-                )
-                answer = _answer(response)
+                answer = _answer(_in_time(lambda: self._send(method, url, data, kind), self._timeout))
                 if answer.status not in away:
                     return self._sane(answer, method, path)
-                said, wait = answer.message, answer.retry_after or _RETRY_SECONDS
+                said, pause = answer.message, answer.retry_after or _RETRY_SECONDS
             except urllib3.exceptions.SSLError as exc:
                 if "CERTIFICATE_VERIFY_FAILED" in str(exc):
                     raise ClusterError(
@@ -176,14 +168,25 @@ class Api:
                         "see certificate-authority-data in it"
                     ) from exc
                 said = str(exc)
-            except urllib3.exceptions.HTTPError as exc:
+            except (urllib3.exceptions.HTTPError, TimeoutError) as exc:
                 said = str(exc)
-            if time.monotonic() + wait > end:
+            if time.monotonic() + pause > end:
                 raise ClusterError(
                     f"the API server {self.server} gave no answer to {method} {path} for {outage:.0f} s: {said}; "
                     "look with: kubectl get --raw /readyz"
                 )
-            time.sleep(wait)
+            time.sleep(pause)
+
+    def _send(self, method: str, url: str, data: str | None, kind: str) -> Any:
+        """``timeout`` is here for each wait for the connection or a part of the answer."""
+        return self._client.rest_client.pool_manager.request(
+            method,
+            url,
+            body=data,
+            headers=self._headers(kind if data else None),
+            timeout=self._timeout,
+            retries=False,
+        )
 
     def _headers(self, kind: str | None) -> dict[str, str]:
         configuration = self._client.configuration
@@ -330,9 +333,17 @@ def _official_client(kubeconfig: str | None, context: str | None, connections: i
         raise ClusterError(f"no way to reach a cluster: {why}; give kubeconfig, or set KUBECONFIG")
     try:
         if kubeconfig or context or not _in_cluster():
-            _in_time(lambda: config.load_kube_config(kubeconfig, context=context, client_configuration=configuration))
+            _in_time(
+                lambda: config.load_kube_config(kubeconfig, context=context, client_configuration=configuration),
+                _CONFIG_SECONDS,
+            )
         else:
             config.load_incluster_config(client_configuration=configuration)
+    except TimeoutError as exc:
+        raise ClusterError(
+            "no way to reach a cluster: the program that gives credentials did not end within "
+            f"{_CONFIG_SECONDS:.0f} s; run it by hand: kubectl auth whoami"
+        ) from exc
     except (config.ConfigException, OSError) as exc:
         raise ClusterError(f"no way to reach a cluster: {exc}; give kubeconfig, or set KUBECONFIG") from exc
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as exc:
@@ -345,29 +356,23 @@ def _official_client(kubeconfig: str | None, context: str | None, connections: i
     return client.ApiClient(configuration)
 
 
-def _in_time(load: Callable[[], None]) -> None:
-    """Load a configuration; the official client waits for ever for a program that is to give credentials.
+def _in_time(act: Callable[[], Made], seconds: float) -> Made:
+    """What ``act`` returns or raises; it is left behind where it hangs, also if that is in the middle of an answer.
 
-    :raises ClusterError: if it takes too long.
+    :raises TimeoutError: if it takes longer.
     """
-    failed: list[Exception] = []
+    outcome: Future[Made] = Future()
 
     def run() -> None:
         try:
-            load()
-        except Exception as exc:
-            failed.append(exc)
+            outcome.set_result(act())
+        except BaseException as exc:
+            outcome.set_exception(exc)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(_CONFIG_SECONDS)
-    if thread.is_alive():
-        raise ClusterError(
-            "no way to reach a cluster: the program that gives credentials did not end within "
-            f"{_CONFIG_SECONDS:.0f} s; run it by hand: kubectl auth whoami"
-        )
-    if failed:
-        raise failed[0]
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([outcome], seconds).done:
+        raise TimeoutError(f"not over after {seconds:g} s")
+    return outcome.result()
 
 
 def _in_cluster() -> bool:

@@ -12,6 +12,7 @@ import os
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class Server:
         self.hang_up = False
         self.statuses: list[int] = []
         """Of the next answers; then 200."""
+        self.drips = False
+        """Whether an answer comes byte by byte and is never whole."""
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -54,8 +57,11 @@ class Server:
                 outer.asked.append(said)
                 body = b"{}" if outer.body is None else outer.body
                 self.send_response(outer.statuses.pop(0) if outer.statuses else 200)
-                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Length", str(10**6 if outer.drips else len(body)))
                 self.end_headers()
+                while outer.drips:
+                    self.wfile.write(b" ")
+                    time.sleep(0.05)
                 self.wfile.write(body)
                 self.close_connection = outer.hang_up
 
@@ -181,6 +187,13 @@ def test_a_server_that_is_away_is_asked_again(
     server.statuses = [503] * 100
     with pytest.raises(ClusterError, match=r"gave no answer to PATCH /x for 0 s: 503 .*kubectl get --raw /readyz"):
         api.request("PATCH", "/x", {}, outage=0)
+
+
+def test_an_answer_that_is_never_whole_is_given_up(server: Server, place: Path) -> None:
+    server.drips = True
+    with pytest.raises(ClusterError, match=r"gave no answer to GET /x for 0 s: not over after 0.5 s"):
+        Api(write(place, server), timeout=0.5, outage=0).get("/x")
+    server.drips = False
 
 
 def test_what_is_no_json_is_told(server: Server, place: Path) -> None:
