@@ -240,11 +240,12 @@ def _refuse_senseless(options: Mapping[str, Any]) -> None:
 @contextmanager
 def _without_collector() -> Iterator[None]:
     """Millions of small objects come and none of them is part of a cycle: looking for cycles would cost more CPU than
-    decoding and judging them."""
+    decoding and judging them, also later, while what was made of them is given out."""
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 
