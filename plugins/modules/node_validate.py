@@ -11,6 +11,8 @@ short_description: Prove through their scheduler that nodes can work, before any
 description:
   - Compares the GPUs that the scheduler counts on each node with those it must have, and runs a small job there by the
     scheduler's own way, while the node stays closed to everybody else's work.
+  - A Kubernetes node that is in service all the same, as somebody has uncordoned it, or deleted it so that it came back
+    as a new one, is taken out of service again; M(gpufleet.driver.node_cordon) puts it back once it is proven.
   - This is the scheduler's half of the proof. The driver itself is proven by M(gpufleet.driver.driver_validate).
   - One call does many nodes, concurrently. A node that fails does so in its own result, RV(nodes), and does not fail
     the module.

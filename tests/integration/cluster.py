@@ -97,6 +97,14 @@ class Cluster:
         """Merge ``metadata=…`` or ``spec=…`` into a node, as somebody else would."""
         return self.api.patch(f"/api/v1/nodes/{name}", fields, fieldManager="somebody-else")
 
+    def make_anew(self, name: str) -> None:
+        """As if somebody had deleted the node, and its kubelet had registered it again."""
+        self.api.delete(f"/api/v1/nodes/{name}")
+        made = lab_program.node(name, 0, 8)
+        made["metadata"]["labels"] |= self.selector
+        lab_program.add_nodes(self.api, [made])
+        until(f"{name} is back", lambda: self._settled(self.node(name)))
+
     def dra(self, name: str, gpus: int) -> None:
         """Have NVIDIA's DRA driver offer the GPUs of a node; only it is played."""
         group = "/apis/resource.k8s.io/v1"

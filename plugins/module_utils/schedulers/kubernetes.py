@@ -124,12 +124,12 @@ class Kubernetes(Scheduler):
     def validate(
         self, nodes: Sequence[str], mark: Mark, gpus: Mapping[str, int], timeout: float, check: bool = False
     ) -> dict[str, NodeResult]:
-        validation = Validation(self._api, self._pod, timeout, check)
+        validation = Validation(self._api, self._pod, mark, timeout, check)
         return self._each(nodes, lambda name: validation.of(name, gpus.get(name)))
 
     def settle(self, mark: Mark, check: bool = False) -> list[str]:
         with _scheduler_errors():
-            gone = Validation(self._api, self._pod, 0, check).remove_pods()
+            gone = Validation(self._api, self._pod, mark, 0, check).remove_pods()
             return gone + Steering(self._api, mark.run_id).remove(check)
 
     def _each(self, nodes: Sequence[str], act: Callable[[str], NodeResult]) -> dict[str, NodeResult]:

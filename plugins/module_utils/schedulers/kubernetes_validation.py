@@ -10,6 +10,7 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.kubernetes_api imp
     object_path,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import kubernetes_objects as objects
-from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import NodeResult, State
+from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Mark, NodeResult, State
 
 POLL_SECONDS = 0.5
 NAME = "gpufleet-validation-"
@@ -56,9 +57,10 @@ class ValidationPod:
 class Validation:
     """One call: ``timeout`` is seconds for each node, from now."""
 
-    def __init__(self, api: Api, pod: ValidationPod, timeout: float, check: bool) -> None:
+    def __init__(self, api: Api, pod: ValidationPod, mark: Mark, timeout: float, check: bool) -> None:
         self._api = api
         self._pod = pod
+        self._mark = mark
         self._check = check
         self._timeout = timeout
         self._end = time.monotonic() + timeout
@@ -85,18 +87,20 @@ class Validation:
 
     def _bring_back(self, name: str) -> Object:
         """Let DaemonSets onto the node again, while it stays closed to everything else, also if somebody has uncordoned
-        it since we took it out: the taint that closed it so far keeps DaemonSets away as well. Returns the node."""
+        it since we took it out, or has deleted it so that it came back without our mark: the taint that closed it so
+        far keeps DaemonSets away as well. Returns the node."""
 
         def change(node: Object) -> dict[str, Any] | None:
             meta, taints = node["metadata"], objects.other_taints(node)
             labels, annotations = objects.unpaused(meta.get("labels") or {}, meta.get("annotations") or {})
             wanted: dict[str, Any] = {}
-            if objects.PAUSED in (meta.get("annotations") or {}):
-                wanted = {"/metadata/labels": labels, "/metadata/annotations": annotations}
+            if not node["spec"].get("unschedulable"):
+                wanted["/spec/unschedulable"] = True
+                annotations.setdefault(objects.MARK, json.dumps({"run_id": self._mark.run_id, "at": self._mark.at}))
+            if annotations != (meta.get("annotations") or {}):
+                wanted |= {"/metadata/labels": labels, "/metadata/annotations": annotations}
             if taints != (node["spec"].get("taints") or []):
                 wanted["/spec/taints"] = taints
-            if objects.mark_of(node) is not None and not node["spec"].get("unschedulable"):
-                wanted["/spec/unschedulable"] = True
             return wanted or None
 
         node: Object = change_node(self._api, name, change)

@@ -88,6 +88,20 @@ def test_a_pod_that_fails_tells_its_last_words(cluster: Cluster) -> None:
     assert result.changed and cluster.node(name)["spec"]["unschedulable"], "closed until proven, though uncordoned"
 
 
+def test_a_node_that_was_deleted_and_made_anew_is_closed_until_it_is_proven(cluster: Cluster) -> None:
+    (name,) = cluster.nodes(1)
+    backend = cluster.backend(validation_image="")
+    backend.cordon([name], RUN)
+    cluster.make_anew(name)
+    result = backend.validate([name], RUN, {name: 9}, 0)[name]
+    assert "offered 8 nvidia.com/gpu, expected 9" in result.msg
+    assert backend.cordon([name], RUN)[name].before.ours, "another run can go on with it"
+    assert not backend.validate([name], RUN, {name: 8}, 120)[name].failed
+    backend.uncordon([name], RUN)
+    node = cluster.node(name)
+    assert not node["spec"].get("unschedulable") and objects.MARK not in node["metadata"].get("annotations", {})
+
+
 def test_an_earlier_pod_that_does_not_go_is_no_proof(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes_validation, "_REMOVAL_SECONDS", 0.5)
     (name,) = cluster.nodes(1)

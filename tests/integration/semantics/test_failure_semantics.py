@@ -287,3 +287,24 @@ def test_the_report_is_written_though_nothing_could_be_taken_away_at_the_end(pla
     )
     assert "left: ['login does not answer (gpufleet.driver.fleet_settle): " in played.output, played.output
     assert "the report was written" in played.output
+
+
+@pytest.mark.parametrize(
+    "holder, left",
+    [("another", "nothing was taken away that runs have left, as this run no longer has the fleet"), ("r1", "login ")],
+)
+def test_only_the_run_that_has_the_fleet_settles(play: Callable, tmp_path: Path, holder: str, left: str) -> None:
+    """A keeper that does not answer is no reason to leave anything behind."""
+    played = play(
+        ASK
+        + f"""
+    - ansible.builtin.set_fact: {{gpu_run: r1, gpu_lock_keepers: [localhost, login], gpu_state_dir: {tmp_path}/state}}
+    - gpufleet.driver.fleet_lock: {{state: held, run_id: {holder}, state_dir: "{{{{ gpu_state_dir }}}}"}}
+    - {{ansible.builtin.set_fact: {{gpu_lock_answer: {{lock: {{run_id: r1}}}}}}, loop: [localhost, login],
+       delegate_to: "{{{{ item }}}}", delegate_facts: true}}
+    - ansible.builtin.include_tasks: {TOP}/playbooks/tasks/settle_own.yml
+      vars: {{__settle_nodes: [], __settle_leased: false, gpu_scheduler: slurm, gpu_scheduler_host: login}}
+    - ansible.builtin.debug: {{msg: "left: {{{{ gpu_settle_failed }}}}"}}
+"""
+    )
+    assert f"left: ['{left}" in played.output, played.output
