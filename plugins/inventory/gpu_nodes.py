@@ -91,6 +91,8 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base im
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.host_list import Host, groups, hosts
 
 OWN_OPTIONS = ("kubeconfig", "context", "domain_labels", "slurm_conf", "slurm_bin")
+SLURM_SECONDS = 20
+"""How long a silent slurmctld is waited for: every playbook, also a mere look, begins with this."""
 
 
 class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
@@ -118,6 +120,8 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         known = registry.ARGUMENTS["scheduler_options"]["options"]
         options = {name: option.get("default") for name, option in known.items()}
         options.update({name: value for name in OWN_OPTIONS if (value := self.get_option(name)) is not None})
+        if self.get_option("source") == "slurm":
+            options["timeout"] = SLURM_SECONDS
         parameters = {"scheduler": self.get_option("source"), "scheduler_options": options}
         try:
             scheduler = registry.get(parameters, execution.run)

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +107,22 @@ class Cluster:
         if check and done.returncode:
             raise AssertionError(f"{' '.join(argv)}: rc {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout.strip() + ("" if check else done.stderr)
+
+    def play(self, name: str, directory: Path, **options: int) -> str:
+        """What one of the playbooks prints for a fleet of one machine without a driver, this one; it has to succeed."""
+        inventory = directory / "hosts.ini"
+        inventory.write_text(f"[gpu_nodes]\na ansible_connection=local ansible_python_interpreter={sys.executable}\n")
+        settings = {
+            "gpu_scheduler": "slurm",
+            "gpu_scheduler_options": {"slurm_conf": f"{self.state}/etc/slurm.conf", **options},
+            "ansible_become": False,
+            "gpu_state_dir": f"{directory}/state",
+        }
+        argv = ["ansible-playbook", f"gpufleet.driver.{name}", "-i", str(inventory), "-e", json.dumps(settings)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, cwd=directory)
+        if done.returncode:
+            raise AssertionError(f"{name}: rc {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
 
     # -- jobs
 

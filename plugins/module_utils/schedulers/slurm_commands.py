@@ -3,8 +3,9 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Slurm's own commands, run with a deadline. Reads give data; whether a change came true is for the next read to say.
 
-While slurmctld does not answer, each client waits ten seconds and more. So it is asked first whether it is there,
-which takes milliseconds, and a controller that restarts is waited for.
+While slurmctld does not answer, each client waits ten seconds and more, and while munge does not, the better part of a
+minute. So it is asked first whether they are there, which takes milliseconds and is given up after seconds, and a
+controller that restarts is waited for.
 
 Private to this collection: may change in any release.
 """
@@ -20,13 +21,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Callable, TypeVar
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
+from ansible_collections.gpufleet.driver.plugins.module_utils.execution import NOT_FOUND_RC, Completed, Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import slurm_text
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import SchedulerError
 
 _AT_ONCE = 8
 _MOST_NAMES = 1000
 _ONE_SIGNAL = 4.0
+_PING = 10.0
 _ALIEN = ("SLURM_", "SQUEUE_", "SRUN_", "SCONTROL_")
 _NEEDED = ("SLURM_CONF", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK")
 _Item = TypeVar("_Item")
@@ -138,20 +140,39 @@ class Commands:
         return said.stdout
 
     def _answers(self) -> bool:
-        said = self.start(["scontrol", "ping"], self.timeout)
+        return self._ping(_PING).ok
+
+    def _ping(self, seconds: float) -> Completed:
+        said = self.start(["scontrol", "ping"], max(1.0, min(_PING, seconds)))
         # one of several controllers is enough, but the exit status may then still say that one is down
         self._there = said.ok or " is UP" in said.stdout
-        return self._there
+        return replace(said, rc=0) if self._there else said
 
     def _wait(self) -> None:
         end = self.clock() + self.timeout
-        while not self._there and not self._answers():
-            said = self.start(["scontrol", "ping"], self.timeout)
-            if said.rc == 127:
+        while not self._there:
+            said = self._ping(end - self.clock())
+            if said.rc == NOT_FOUND_RC:
                 raise SchedulerError(f"{said.describe()}; run this where Slurm's commands are (gpu_scheduler_host)")
-            if self.clock() >= end:
-                raise SchedulerError(
-                    f"no slurmctld answered within {self.timeout:.0f} s ({said.describe()}); "
-                    "see that it and munge run: systemctl status slurmctld munge"
-                )
-            self.sleep(1.0)
+            left = end - self.clock()
+            if not said.ok and left <= 0:
+                raise SchedulerError(_silent(said, self.timeout))
+            if not said.ok:
+                self.sleep(min(1.0, left))
+
+
+def _silent(ping: Completed, seconds: float) -> str:
+    """Who has not answered: slurmctld, or the munge that each client needs on its own machine. Of that, a client says
+    something only after the better part of a minute, if munge has died without taking its socket away."""
+    of_munge = [line.strip() for line in ping.stderr.splitlines() if "munge" in line.lower()]
+    if of_munge:
+        return (
+            f"munge on this machine has not answered for {seconds:.0f} s ({of_munge[-1]}); see: systemctl status munge"
+        )
+    if ping.timed_out:
+        return (
+            f"munge on this machine, or slurmctld, has not answered for {seconds:.0f} s ({ping.describe()}); "
+            "see here: systemctl status munge; on the controller: systemctl status slurmctld munge"
+        )
+    down = next((line.strip() for line in ping.stdout.splitlines() if " is DOWN" in line), ping.describe())
+    return f"slurmctld has not answered for {seconds:.0f} s ({down}); see there: systemctl status slurmctld munge"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from slurm_cluster import Cluster, until
@@ -69,13 +70,23 @@ def test_a_controller_that_stays_away_is_named_within_the_time_given(slurm: Clus
     slurm.commands._there = False
     started = time.monotonic()
     try:
-        with pytest.raises(SchedulerError, match="systemctl status slurmctld munge"):
+        with pytest.raises(SchedulerError, match=f"{daemon}.* has not answered for 3 s .*: systemctl status {daemon}"):
             slurm.backend().cordon(["gpu-1"], R1)
         assert time.monotonic() - started < 15
     finally:
         slurm.commands.timeout = usual
         slurm.lab("start", daemon)
     until(lambda: "UP" in slurm.sh("scontrol", "ping", check=False), "the controller answers")
+
+
+def test_status_says_in_one_line_that_slurmctld_does_not_answer(slurm: Cluster, tmp_path: Path) -> None:
+    slurm.lab("kill", "slurmctld")
+    try:
+        said = slurm.play("status", tmp_path, timeout=2)
+    finally:
+        slurm.lab("start", "slurmctld")
+    assert said.count("slurmctld has not answered for 2 s (Slurmctld(primary) at ") == 1, "it is asked only once"
+    assert '"a  ' in said, "the nodes are shown all the same"
 
 
 def test_a_node_whose_slurmd_is_dead_is_not_put_back_to_work(slurm: Cluster) -> None:

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -266,17 +263,10 @@ def test_recover_lets_go_what_a_dead_run_held_though_no_node_is_to_be_brought_ba
     slurm: Cluster, tmp_path: Path
 ) -> None:
     ours, doubtful = held(slurm, "o", noted=True), held(slurm, "p", noted=False)
-    inventory = tmp_path / "hosts.ini"
-    inventory.write_text(f"[gpu_nodes]\na ansible_connection=local ansible_python_interpreter={sys.executable}\n")
-    settings = {
-        "gpu_scheduler": "slurm", "gpu_scheduler_options": {"slurm_conf": f"{slurm.state}/etc/slurm.conf"},
-        "ansible_become": False, "gpu_state_dir": f"{tmp_path}/state",
-    }  # fmt: skip
-    argv = ["ansible-playbook", "gpufleet.driver.recover", "-i", str(inventory), "-e", json.dumps(settings)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
-    assert done.returncode == 0 and f"taken away: hold of job {ours} of root" in done.stdout, done.stdout
-    assert "TASK [Ask every node of the run" in done.stdout, "only who has the lock may take away what a run uses"
-    assert f"if by an upgrade that died: scontrol release {doubtful}" in done.stdout
+    said = slurm.play("recover", tmp_path)
+    assert f"taken away: hold of job {ours} of root" in said
+    assert "TASK [Ask every node of the run" in said, "only who has the lock may take away what a run uses"
+    assert f"if by an upgrade that died: scontrol release {doubtful}" in said
     slurm.running(ours)
     assert slurm.job(doubtful).held
 

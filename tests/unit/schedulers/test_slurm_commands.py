@@ -3,6 +3,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -48,11 +49,56 @@ def test_a_controller_that_is_back_in_time_is_asked() -> None:
     assert [argv[-1] for argv in machine.argvs].count("ping") >= 3
 
 
-def test_nothing_that_takes_ten_seconds_is_asked_of_a_dead_controller() -> None:
-    machine = Machine(False)
-    with pytest.raises(SchedulerError, match="no slurmctld answered within 10 s"):
-        machine.commands().nodes()
-    assert {argv[1] for argv in machine.argvs} == {"ping"}
+# what scontrol ping of 22.05 says on standard output and standard error
+DOWN = "Slurmctld(primary) at head is DOWN\n*****************************************\n"
+NO_MUNGE = """\
+scontrol: error: If munged is up, restart with --num-threads=10
+scontrol: error: Munge encode failed: Failed to access "/run/munge/munge.socket.2": No such file or directory
+scontrol: error: slurm_send_node_msg: auth_g_create: REQUEST_PING has authentication error
+"""
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "hangs", "said"),
+    [
+        (DOWN, "", False, "slurmctld has not answered for 10 s (Slurmctld(primary) at head is DOWN); see there: "),
+        (
+            DOWN,
+            NO_MUNGE,
+            False,
+            "munge on this machine has not answered for 10 s (scontrol: error: Munge encode failed",
+        ),
+        (
+            "",
+            "",
+            True,
+            "munge on this machine, or slurmctld, has not answered for 10 s (scontrol ping: no answer within",
+        ),
+        (
+            "",
+            "scontrol: fatal: Could not establish a configuration source\n",
+            False,
+            "(scontrol ping: rc 1: scontrol: ",
+        ),
+    ],
+    ids=["slurmctld is down", "munge is down", "munge has died", "no slurm.conf"],
+)
+def test_whoever_does_not_answer_is_named_and_nothing_else_is_asked(out: str, err: str, hangs: bool, said: str) -> None:
+    now, asked = 0.0, []
+
+    def run(argv: Sequence[str], *, timeout: float, env: Mapping[str, str]) -> Completed:
+        nonlocal now
+        asked.append(argv[1])
+        now += timeout if hangs else 0.0
+        return Completed(tuple(argv), 124 if hangs else 1, out, err, timeout, hangs)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    with pytest.raises(SchedulerError, match=re.escape(said)):
+        Commands(run, timeout=10, clock=lambda: now, sleep=sleep).nodes()
+    assert set(asked) == {"ping"} and now == 10
 
 
 def test_a_machine_without_slurm_is_named_at_once() -> None:
