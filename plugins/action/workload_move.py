@@ -68,7 +68,8 @@ class ActionModule(ActionBase):
             outcomes = move.away(workloads, args["candidates"]) if args["state"] == "away" else []
             if args["state"] == "home":
                 told = call(node, "checkpoint_info", terms.options)
-                guests = [one for one in told.get("restored") or () if one.get("state") in _GUESTS]
+                restored = [one for one in told.get("restored") or () if not one.get("own")]
+                guests = [one for one in restored if one.get("state") in _GUESTS]
                 outcomes = move.back([one for one in guests if one["home"] in args["candidates"]])
                 result["guests"] = [
                     {**one["declared"], "name": one["workload"]}

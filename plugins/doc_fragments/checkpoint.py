@@ -33,6 +33,11 @@ options:
       artefact:
         description: Id of the save, for everything that is done to one that exists.
         type: str
+      digest:
+        description:
+          - SHA-256 of its manifest, as M(gpufleet.driver.workload_checkpoint) returned it. A save whose manifest is
+            another is refused. Without it, the manifest is believed.
+        type: str
       ready:
         description: Command, as a list of arguments, that exits with 0 once the work does what it is for.
         type: list

@@ -284,6 +284,8 @@ def moves(nodes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             where = f"{row['origin']} to {row['to']}" if row["to"] else row["origin"]
             text = f"{row['workload']} ({where}): {row['ending']}"
             text += "".join(f", {one}" for one in about if one) + (f"; {row['reason']}" if row["reason"] else "")
+            if work.get("kept"):
+                text += f"; its save {work['kept']} is kept for now (next: {work['next']})"
             out.append({**row, "text": text})
     return out
 

@@ -99,7 +99,7 @@ def main() -> None:
             "source": {"type": "str", "required": True},
             "store": {"type": "path", "default": "/var/lib/gpufleet/store"},
             "source_store": {"type": "path"},
-            "manifest": {"type": "str"},
+            "manifest": {"type": "str", "no_log": True},
             "finish": {"type": "bool", "default": False},
         },
         supports_check_mode=True,

@@ -126,6 +126,10 @@ workloads:
       description: Id of the save, or the path of the application's own.
       type: str
       returned: when there is one
+    digest:
+      description: SHA-256 of its manifest, for O(gpufleet.driver.workload_restore#module:workloads[].digest).
+      type: str
+      returned: with O(state=captured) and O(state=left)
     bytes:
       description: Its size.
       type: int

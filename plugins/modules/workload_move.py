@@ -140,10 +140,10 @@ workloads:
       returned: always
     how:
       description:
-        - V(moved), it runs on another node. V(saved), it has saved itself and runs on. V(stayed), it runs on and is not
-          saved. V(cold_start), it was ended and started again from its own state. V(absent), it was not running here.
-          V(unknown), it may run on a node that does not answer. V(lost), it neither runs nor is saved, and does not
-          start.
+        - V(moved), it runs on another node. V(saved), it has saved itself and runs on. V(stayed), it runs on here and
+          is not saved, or runs here again from its save, as no other node could restore it. V(cold_start), it was
+          ended and started again from its own state. V(absent), it was not running here. V(unknown), it may run on a
+          node that does not answer. V(lost), it neither runs nor is saved, and does not start.
       type: str
       returned: always
     to:
@@ -164,6 +164,14 @@ workloads:
     seconds:
       description: For which it stood still.
       type: float
+      returned: always
+    kept:
+      description: Id of its save, if that stays on this node until it expires, as the work did not go on from it.
+      type: str
+      returned: always
+    next:
+      description: The command that tells whether it could still be restored there. The same with V(restored) does that.
+      type: str
       returned: always
     progress:
       description:

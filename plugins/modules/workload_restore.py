@@ -169,7 +169,7 @@ def main() -> None:
         chosen = options.backend(work.save["backend"], p, limits, module.log, differences)
         if module.check_mode:
             if p["state"] == "prepared" and not isinstance(chosen, Hook):
-                chosen.compare(work, given["artefact"])
+                chosen.compare(work, given["artefact"], given["digest"] or "")
             return {"changed": p["state"] != "verified"}
         if p["state"] == "verified":
             return {"changed": False, "evidence": chosen.verify(work)}
@@ -179,7 +179,7 @@ def main() -> None:
             evidence = dict(chosen.restore(work, given["artefact"]))
             return {"changed": evidence.pop("changed", True), "evidence": evidence}
         if isinstance(chosen, LeftRunning) and p["state"] == "prepared":
-            chosen.compare(work, given["artefact"])
+            chosen.compare(work, given["artefact"], given["digest"] or "")
             return {"changed": False}
         if not isinstance(chosen, CudaCriu):
             raise CheckpointError(
@@ -187,9 +187,9 @@ def main() -> None:
                        SOURCE_GONE, work.name)
             )  # fmt: skip
         if p["state"] == "prepared":
-            return {"changed": chosen.prepare(work, given["artefact"])["state"] == "prepared"}
+            return {"changed": chosen.prepare(work, given["artefact"], given["digest"] or "")["state"] == "prepared"}
         if p["state"] == "home":
-            evidence = chosen.come_home(work, given["artefact"])
+            evidence = chosen.come_home(work, given["artefact"], given["digest"] or "")
             return {"changed": evidence.pop("changed", True), "evidence": evidence}
         return chosen.absent(work)
 

@@ -84,7 +84,8 @@ class Nodes:
 
     def tell(self, name: str, argv: list[str], given: bytes = b"\n") -> bytes:
         """Standard output of a command on a node. Something is always given on standard input: without, Ansible's ssh
-        takes a terminal, which would change the bytes.
+        takes a terminal, which would change the bytes. What comes back is memory of the work, with its secrets, and is
+        not shown at any verbosity.
 
         :raises AnsibleError: if it fails.
         """
@@ -94,7 +95,12 @@ class Nodes:
             command = connection.become.build_become_command(command, connection._shell)
         if getattr(connection, "allow_executable", True):
             command = f"/bin/sh -c {shlex.quote(command)}"
-        rc, out, err = connection.exec_command(command, in_data=given, sudoable=True)
+        context = connection._play_context
+        shown, context.no_log = context.no_log, True
+        try:
+            rc, out, err = connection.exec_command(command, in_data=given, sudoable=True)
+        finally:
+            context.no_log = shown
         if rc:
             said = err.decode("utf-8", "replace").strip().splitlines()
             raise AnsibleError(f"{name}: {shlex.join(argv)}: rc {rc}" + (f": {said[-1]}" if said else ""))

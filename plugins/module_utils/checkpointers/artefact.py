@@ -253,11 +253,24 @@ def _write_manifest(staged: Path, manifest: Mapping[str, Any]) -> None:
     _sync(staged)
 
 
-def read(store: str | Path, artefact: str) -> dict[str, Any]:
-    """The manifest; :raises ArtefactError: if it is not there, not whole, or not one this release can read."""
+def digest(store: str | Path, artefact: str) -> str:
+    """SHA-256 of the manifest as it lies there. It vouches for all but itself, so whoever names a save to others tells
+    this with it; :raises OSError: if it cannot be read."""
+    return hashlib.sha256((place(store, artefact) / MANIFEST).read_bytes()).hexdigest()
+
+
+def read(store: str | Path, artefact: str, known: str = "") -> dict[str, Any]:
+    """The manifest; ``known`` is its :func:`digest`, if that is known.
+
+    :raises ArtefactError: if it is not there, not whole, not the one that is known, or not one this release can read.
+    """
     path = place(store, artefact) / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        seen = hashlib.sha256(text).hexdigest()
+        if known and seen != known:
+            raise ArtefactError(f"{path} is not what was written: SHA-256 {seen[:12]}… instead of {known[:12]}…")
+        manifest = json.loads(text)
         _refuse_open(path.parents[1])
     except FileNotFoundError:
         raise ArtefactError(f"there is no {path}: no such checkpoint here, or it was never finished") from None
@@ -400,7 +413,8 @@ def _clear(directory: Path) -> None:
 
 
 def listing(store: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Manifests of the whole artefacts in a store (without their hashes), and the names of the others."""
+    """Manifests of the whole artefacts in a store, without their hashes and the text of the unit, which may hold
+    secrets, and the names of the others."""
     whole, others = [], []
     for path in sorted(Path(store).glob("*")):
         if not path.is_dir():
@@ -410,8 +424,9 @@ def listing(store: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
         except ArtefactError:
             others.append(path.name)
             continue
-        slim = {key: value for key, value in manifest.items() if key != "files"}
-        whole.append({**slim, "files": [{"path": f["path"], "size": f["size"]} for f in manifest["files"]]})
+        about = {key: value for key, value in manifest.get("workload", {}).items() if key != "fragment"}
+        files = [{"path": file["path"], "size": file["size"]} for file in manifest["files"]]
+        whole.append({**manifest, "workload": about, "files": files})
     return whole, others
 
 

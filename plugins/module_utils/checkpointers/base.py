@@ -131,6 +131,8 @@ class Captured:
     target: str | None = None
     """Where it goes on, if it was ended here in favour of another node before."""
     changed: bool = True
+    digest: str = ""
+    """SHA-256 of its manifest, which whoever restores it compares."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class CudaCriu(Source, Target, Home, Checkpointer):
                     remove(one["kept"])
                 if state == LEFT:
                     self._service(record["unit"]).forget()
-                if state == RUNNING:
+                if state == RUNNING and not record.get("own"):
                     record.update(aside=[])
                     suspend.write_record(path, record)
                 else:

@@ -102,25 +102,34 @@ class Home(Common):
                     service.status_command,
                     source,
                 ) from exc
-            record.update(state=LEFT, bytes=manifest["total"], seconds=round(self._now() - began, 3))
+            digest = artefact.digest(self._store, record["artefact"])
+            record.update(state=LEFT, bytes=manifest["total"], digest=digest, seconds=round(self._now() - began, 3))
             suspend.write_record(path, record)
             return self._left(work, record)
 
     def _left(self, work: Work, record: dict[str, Any], changed: bool = True) -> Captured:
         return Captured(
-            work.name, self.name, record["artefact"], SOURCE_GONE, record["bytes"], record["seconds"], changed=changed
+            work.name,
+            self.name,
+            record["artefact"],
+            SOURCE_GONE,
+            record["bytes"],
+            record["seconds"],
+            changed=changed,
+            digest=record.get("digest", ""),
         )
 
     def _start_again(self, service: Service) -> str:
         return SOURCE_RUNNING if service.start(_STOP) else SOURCE_LOST
 
-    def come_home(self, work: Work, artefact_id: str) -> dict[str, Any]:
-        """On the machine it came from: its files back in place, its unit started, and proven to go on."""
+    def come_home(self, work: Work, artefact_id: str, digest: str = "") -> dict[str, Any]:
+        """On the machine it came from: its files back in place, its unit started, and proven to go on. ``digest`` is
+        that of the manifest of what was saved when it left, if it is known."""
         with self._held(work, "restores") as (path, record):
             unit = unit_of(work)
             if record.get("state") != HOME or record.get("artefact") != artefact_id:
                 try:
-                    manifest = artefact.read(self._store, artefact_id)
+                    manifest = artefact.read(self._store, artefact_id, digest)
                     wrong = artefact.verify(self._store, artefact_id)
                     if wrong or manifest["backend"].get("format") != FORMAT:
                         raise artefact.ArtefactError(
@@ -232,4 +241,6 @@ class Home(Common):
             if record.get("state") == LEFT:  # it did not come home, so it is still a guest here
                 record.update(state=RUNNING)
                 suspend.write_record(path, record)
+            if record.get("own"):
+                path.unlink()
         return source

@@ -179,6 +179,7 @@ class LeftRunning(Common, Checkpointer):
                 raise
             seconds = round(self._now() - began, 3)
             record.update(state=suspend.PUBLISHED, bytes=manifest["total"], seconds=seconds, saved=manifest["saved"])
+            record["digest"] = artefact.digest(self._store, record["artefact"])
             suspend.write_record(path, record)
             return self._captured(work, record)
 
@@ -192,6 +193,7 @@ class LeftRunning(Common, Checkpointer):
             record["seconds"],
             record["at"],
             changed=changed,
+            digest=record.get("digest", ""),
             evidence=record["saved"],
         )
 
@@ -263,14 +265,16 @@ class LeftRunning(Common, Checkpointer):
             suspend.write_record(path, record)
             return SOURCE_FROZEN if record.get("wake") else SOURCE_RUNNING
 
-    def compare(self, work: Work, artefact_id: str) -> dict[str, Any]:
-        """The manifest of a save that is whole and fits this node; :raises CheckpointError: if it is or does not."""
+    def compare(self, work: Work, artefact_id: str, digest: str = "") -> dict[str, Any]:
+        """The manifest of a save that is whole and fits this node; ``digest`` is that of the manifest, if it is known.
+
+        :raises CheckpointError: if it is or does not."""
 
         def refuse(reason: str, observed: str, expected: str, look: str) -> CheckpointError:
             return self._failed(work, reason, "place", observed, expected, look, SOURCE_GONE)
 
         try:
-            manifest = artefact.read(self._store, artefact_id)
+            manifest = artefact.read(self._store, artefact_id, digest)
             wrong = artefact.verify(self._store, artefact_id)
         except (artefact.ArtefactError, OSError) as exc:
             raise refuse("hash_mismatch", str(exc), "a whole artefact", f"ls -l {self._store}") from exc

@@ -12,6 +12,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -54,6 +55,10 @@ class Outcome:
     bytes: int = 0
     seconds: float = 0.0
     """For which it stood still."""
+    kept: str = ""
+    """Id of a save that stays where it was made, as the work did not go on from it."""
+    next: str = ""
+    """The command that looks whether it could, while it is kept."""
     progress: list[float] = field(default_factory=list)
     """The number that grows, if one is declared: before it was saved, and at each look since it came back."""
 
@@ -80,6 +85,7 @@ class _Job:
     outcome: Outcome
     fits: list[str]
     artefact: str = ""
+    digest: str = ""
     source: str = SOURCE_RUNNING
     target: str | None = None
     began: float | None = None
@@ -94,7 +100,7 @@ class _Job:
 
     @property
     def order(self) -> dict[str, Any]:
-        return {**self.given, "artefact": self.artefact}
+        return {**self.given, "artefact": self.artefact, "digest": self.digest}
 
 
 def other_gpus(own: Mapping[str, Any], offer: Mapping[str, Any]) -> list[str]:
@@ -150,6 +156,8 @@ class Move:
         promised = [job.target for job in moving if job.target]
         for target in dict.fromkeys([*promised, *candidates]):
             self._try(target, [job for job in moving if not job.over and target in {*job.fits, job.target}])
+        # nobody could bring these back; where they were saved, nothing has changed yet
+        self._try(self._home, [job for job in moving if not job.over and job.source == SOURCE_GONE])
         self._leave([job for job in moving if not job.over])
         self._clean(moving)
         self._forget([job for job in moving if job.outcome.how == MOVED])
@@ -209,6 +217,7 @@ class Move:
                 job.over = True
                 continue
             job.artefact, job.source, job.target = told["artefact"], told["source"], told.get("target")
+            job.digest = told.get("digest", "")
             job.outcome.bytes, job.began = told["bytes"], self._now() - told["seconds"]
             job.outcome.progress = list(told.get("evidence", {}).get("progress", ()))
             if job.source == SOURCE_RUNNING:
@@ -238,7 +247,7 @@ class Move:
         there = []
         for job in jobs:
             job.visited.add(target)
-            if self._terms.shared:
+            if self._terms.shared or target == self._home:
                 there.append(job)
                 continue
             self._say(f"{job.name}: to {target}")
@@ -291,7 +300,9 @@ class Move:
             return
         for job, told in results:
             if told["ok"]:
-                job.outcome.how, job.outcome.to, job.over = MOVED, target, True
+                at_home = target == self._home
+                job.outcome.how, job.outcome.to = (STAYED, None) if at_home else (MOVED, target)
+                job.over = True
                 proof = told.get("evidence", {})
                 awake = float(proof.get("awake", 0))
                 job.outcome.progress += proof.get("progress", ())
@@ -342,17 +353,34 @@ class Move:
         job.outcome.how, job.over = COLD if told["ok"] else LOST, True
         if told["ok"]:
             self._say(f"{job.name}: starts again on {self._home} from its own state")
+            self._keep(job)
         else:
             job.outcome.reasons.append(told["reason"])
             self._say(str(told["msg"]))
 
+    def _keep(self, job: _Job) -> None:
+        """Tell of a save that somebody may still want; it expires by itself."""
+        if not job.artefact:
+            return
+        about = {key: job.given[key] for key in ("name", "unit", "container") if job.given.get(key)}
+        encrypt = job.given["save"].get("encrypt")
+        order = {**about, "artefact": job.artefact, **({"save": {"encrypt": encrypt}} if encrypt else {})}
+        given = json.dumps({"state": "prepared", "workloads": [order]})
+        job.outcome.kept = job.artefact
+        job.outcome.next = f"ansible {self._home} -b -m gpufleet.driver.workload_restore -a '{given}'"
+        self._say(
+            f"{job.name}: its save {job.artefact} stays on {self._home}; whether it can be used: {job.outcome.next}"
+        )
+
     def _clean(self, jobs: Sequence[_Job]) -> None:
-        """Take copies back from targets that did not take the work in; what cannot be reached expires by itself. A
-        shared save is the only one, and stays for as long as the work may have nothing else."""
+        """Take copies back from nodes on which the work does not run; what cannot be reached expires by itself. The
+        save itself stays for as long as the work may have nothing else, or did not go on from it; a shared one is the
+        only copy."""
         for job in jobs:
-            if self._terms.shared and job.outcome.how in (UNKNOWN, LOST):
+            kept = job.outcome.how in (UNKNOWN, LOST, COLD)
+            if self._terms.shared and kept:
                 continue
-            for target in sorted(job.visited - {job.outcome.to or ""}):
+            for target in sorted(job.visited - {job.outcome.to or "", *([self._home] if kept else ())}):
                 try:
                     self._ask(target, "workload_restore", "discarded", [job], {})
                 except NodeLost as exc:

@@ -99,6 +99,7 @@ ARGUMENTS: Mapping[str, Any] = {
             "container": {"type": "str"},
             "engine": {"type": "str", "choices": ["podman", "docker"], "default": "podman"},
             "artefact": {"type": "str"},
+            "digest": {"type": "str"},
             "ready": {**_TEXTS, "default": []},
             "ready_timeout": {"type": "int", "default": 120},
             "save": {"type": "dict", "default": {}, "options": dict(SAVE), "apply_defaults": True},

@@ -306,7 +306,7 @@ class Source(Common):
         if not self._gone_or_still(record) or self._began_anew(record):
             return False
         try:
-            artefact.read(self._store, record["artefact"])
+            artefact.read(self._store, record["artefact"], record.get("digest", ""))
         except artefact.ArtefactError:
             return False
         return True
@@ -321,6 +321,7 @@ class Source(Common):
             seconds=record.get("seconds", 0.0),
             frozen_since=record.get("at"),
             changed=changed,
+            digest=record.get("digest", ""),
             evidence={
                 "timings": record.get("timings", {}),
                 "pids": [one["pid"] for one in record["members"]],
@@ -599,7 +600,7 @@ class Source(Common):
             },
             known=known,
         )
-        record["bytes"] = manifest["total"]
+        record.update(bytes=manifest["total"], digest=artefact.digest(self._store, record["artefact"]))
 
     # -- back at the source
 

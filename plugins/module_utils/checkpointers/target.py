@@ -50,24 +50,28 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.serv
 class Target(Common):
     """The end of a move at which the work comes back to life and is proven to go on."""
 
-    def prepare(self, work: Work, artefact_id: str) -> dict[str, Any]:
-        """See that a save is whole and can be restored here, and keep the place; nothing is started.
+    def prepare(self, work: Work, artefact_id: str, digest: str = "") -> dict[str, Any]:
+        """See that a save is whole and can be restored here, and keep the place; nothing is started. ``digest`` is that
+        of its manifest, if whoever saved it has told.
 
         :raises CheckpointError: with the first thing that speaks against it.
         """
         with self._held(work, "restores") as (path, record):
             if record.get("artefact") == artefact_id and record.get("state") in (STARTING, UNLOCKING, RUNNING):
                 return record
-            manifest = self._whole(work, artefact_id)
-            self._fits(work, manifest)
+            manifest = self._whole(work, artefact_id, digest)
+            own = suspend.read_record(self.record_path(work.name)).get("artefact") == artefact_id
+            self._fits(work, manifest, own)
             with suspend.held(path.parent / "places", 60.0):  # two that come at once must not be promised one GPU
                 record = {
                     "state": PREPARED,
                     "workload": work.name,
                     "unit": manifest["workload"]["unit"],
                     "artefact": artefact_id,
+                    "digest": digest or artefact.digest(self._store, artefact_id),
                     "members": manifest["members"],
                     "home": manifest["node"],
+                    "own": own,
                     "declared": manifest["workload"]["declared"],
                     "wake": manifest["workload"].get("wake", []),
                     "progress": manifest.get("progress", []),
@@ -78,15 +82,15 @@ class Target(Common):
                 suspend.write_record(path, record)
             return record
 
-    def compare(self, work: Work, artefact_id: str) -> None:
+    def compare(self, work: Work, artefact_id: str, digest: str = "") -> None:
         """:meth:`prepare`, but nothing is kept."""
-        manifest = self._whole(work, artefact_id)
-        self._fits(work, manifest)
+        manifest = self._whole(work, artefact_id, digest)
+        self._fits(work, manifest, False)
         self._map(work, manifest, self.record_path(work.name, "restores"))
 
-    def _whole(self, work: Work, artefact_id: str) -> dict[str, Any]:
+    def _whole(self, work: Work, artefact_id: str, digest: str) -> dict[str, Any]:
         try:
-            manifest = artefact.read(self._store, artefact_id)
+            manifest = artefact.read(self._store, artefact_id, digest)
             wrong = artefact.verify(self._store, artefact_id)
         except (artefact.ArtefactError, OSError) as exc:
             raise self._failed(
@@ -107,11 +111,16 @@ class Target(Common):
     def _stamp(self, artefact_id: str, manifest: Mapping[str, Any]) -> list[list[Any]]:
         """Size and time of every file, by which a change after the check is seen."""
         root = artefact.place(self._store, artefact_id)
-        found = [(file["path"], (root / file["path"]).stat()) for file in manifest["files"]]
-        return [[name, about.st_size, about.st_mtime_ns, about.st_ino] for name, about in found]
+        found = []
+        for file in manifest["files"]:
+            with contextlib.suppress(FileNotFoundError):
+                about = (root / file["path"]).stat()
+                found.append([file["path"], about.st_size, about.st_mtime_ns, about.st_ino])
+        return found
 
-    def _fits(self, work: Work, manifest: Mapping[str, Any]) -> None:
-        """Everything that must agree between the save and this node; what cannot be compared does not agree."""
+    def _fits(self, work: Work, manifest: Mapping[str, Any], own: bool) -> None:
+        """Everything that must agree between the save and this node (``own``: the one where it was made); what cannot
+        be compared does not agree."""
 
         def refuse(reason: str, observed: str, expected: str, command: str, pid: int | None = None) -> None:
             raise self._failed(work, reason, "place", observed, expected, command, SOURCE_FROZEN, pid)
@@ -131,6 +140,14 @@ class Target(Common):
         if box and shown.get("LoadState") != "not-found":
             name = box.container
             refuse("policy", f"there is a container {name} here", "no container of that name", f"podman rm {name}")
+        if box and own:
+            observed = f"{box.moved.aside} is here, the container it was made of"
+            refuse(
+                "policy",
+                observed,
+                "another node, as podman makes it anew",
+                f"podman container inspect {box.moved.aside}",
+            )
         trouble = box.lacks(manifest["workload"]["image"], manifest["paths"]) if box else ""
         if trouble:
             refuse(
@@ -249,13 +266,13 @@ class Target(Common):
                 )
             if record["state"] == RUNNING:
                 return {**self._verify(work, record, settle=0.0), "changed": False}
-            manifest = artefact.read(self._store, artefact_id)
-            if self._stamp(artefact_id, manifest) != record["checked"]:
-                manifest = self._whole(work, artefact_id)
             service = self._service(record["unit"])
             mark = time.monotonic()
             timings: dict[str, float] = {}
             try:
+                manifest = artefact.read(self._store, artefact_id, record["digest"])
+                if self._stamp(artefact_id, manifest) != record["checked"]:
+                    manifest = self._whole(work, artefact_id, record["digest"])
                 alive = self._there(record, service) if record.get("restored") else []
                 if record["state"] == UNLOCKING and not alive:
                     raise self._failed(
@@ -304,6 +321,8 @@ class Target(Common):
         suspend.write_record(path, record)
         root = self._open(work, path, record, manifest)
         self._unpack(work, root, path, record, manifest)
+        if record["own"]:
+            service.moved.lift_one(service.unit)
         if service.show().get("LoadState") == "not-found":
             service.adopt(manifest["workload"]["fragment"])
         size = sum(member["rss"] + member["gpu_bytes"] for member in manifest["members"])
@@ -445,8 +464,8 @@ class Target(Common):
             service.settle()
         carried.undo(record.get("aside", ()))
         self._drop_plain(record)
-        if was == UNPACKING:
-            service.moved.place([service.unit])  # it goes on where it was
+        if was == UNPACKING or record.get("own"):
+            service.moved.place([service.unit])  # it goes on where it was, or nowhere yet
         record.update(state=FAILED, ran=was in (UNLOCKING, RUNNING), aside=[])
         with contextlib.suppress(OSError):
             suspend.write_record(path, record)

@@ -112,32 +112,37 @@ end
 
 def test_the_controller_may_be_killed_in_any_call(works: Works, tmp_path: Path) -> None:
     """Again and again: the first run in its first call to a machine, the next in its second, until one comes to an end.
-    By turns the call is over by then, or goes on without anybody who waits for it."""
-    work = Work("work", pair=True)
+    By turns the call is over by then, or goes on without anybody who waits for it. What the work has in its
+    environment, and so in its memory, is told to nobody, however much they want to see."""
+    secret = "s3cr3t-of-the-work"
+    work = Work("work", pair=True, setting=f"API_TOKEN={secret}")
     works.start(work)
     program = tmp_path / "ssh"
     program.write_text(SSH.format(place=tmp_path))
     program.chmod(0o755)
     given = {"workloads": [work.declared()], "candidates": [FIRST], **QUICK, "settle": 1}
     argv = works.nodes[HOME].argv("workload_move", given)
-    calls = 0
+    calls, shown = 0, ""
     while True:
         calls += 1
         (tmp_path / "count").write_text("0\n")
         how = "after" if calls % 2 else "during"
         begin = f'echo $$ {calls} {how} >{tmp_path}/order; exec "$@"'
         done = subprocess.run(
-            ["bash", "-c", begin, "-", *argv, "-e", f"ansible_ssh_executable={program}"],
+            ["bash", "-c", begin, "-", *argv, "-vvv", "-e", f"ansible_ssh_executable={program}"],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=works.fleet.environment(), timeout=300, start_new_session=True, check=False,
         )  # fmt: skip
+        shown += done.stdout
         if done.returncode != -signal.SIGKILL:
             break
     assert done.returncode == 0, done.stdout
+    assert secret not in shown and "ESTABLISH SSH CONNECTION" in shown
     assert calls > 6, "looks, capture, transfer and place are calls of their own"
     works.assert_runs(work, FIRST, works.look())
     for node in (HOME, FIRST):
         assert works.left_behind(node) == ""
+        assert secret not in works.sh(node, "journalctl --boot --no-pager"), "what is logged, others may read"
 
 
 def test_a_source_that_loses_power_while_its_work_stands_still(works: Works) -> None:

@@ -9,7 +9,6 @@ wrapper around it fails in its place. README.md beside this file says which test
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +92,9 @@ def test_what_goes_wrong_where_work_comes_back(works: Works) -> None:
         assert told[name]["how"] == ("cold_start" if node == HOME else "moved"), told[name]
         assert told[name]["to"] == (None if node == HOME else node), told[name]
         assert told[name]["reasons"][0]["reason"] == reason, told[name]
+        kept = told[name]["kept"]
+        assert kept in told[name]["next"] and bool(kept) == (node == HOME), told[name]
+        assert not kept or works.sh(HOME, f"ls /var/lib/gpufleet/store/{kept}/manifest.json"), told[name]
     where = {name: node for name, (*dummy, node) in AT_THE_TARGET.items()}
     works.assert_run(where, after, repeated=[name for name, node in where.items() if node == HOME])
     assert works.left_behind(FIRST) == ""
@@ -110,44 +112,42 @@ def cut(save: Path) -> None:
     pages.write_bytes(pages.read_bytes()[:-1])
 
 
-def change_key(field: str) -> Callable[[Path], None]:
-    def change(save: Path) -> None:
-        manifest = json.loads((save / "manifest.json").read_text())
-        others = {"gpu_memory": 1 << 50, "cpu_features": ["made_up"], "mig": "on", "mps": "on"}
-        manifest["key"][field] = others.get(field, "another")
-        (save / "manifest.json").write_text(json.dumps(manifest))
-
-    return change
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped": (flip, "hash_mismatch"),
     "cut": (cut, "hash_mismatch"),
     "absent": (lambda save: next((save / "images").glob("core-*.img")).unlink(), "hash_mismatch"),
     "more": (lambda save: (save / "images/more.img").touch(), "hash_mismatch"),
-    **{
-        f"key-{field.name.replace('_', '-')}": (change_key(field.name), f"key_mismatch:{field.name}")
-        for field in compatibility.FIELDS
-        if field.scope == compatibility.NODE
-    },
 }
+KEYS = {
+    f"key-{field.name.replace('_', '-')}": field.name
+    for field in compatibility.FIELDS
+    if field.scope == compatibility.NODE
+}
+OTHERS: dict[str, Any] = {"gpu_memory": 1 << 50, "cpu_features": ["made_up"], "mig": "on", "mps": "on"}
 
 
 def test_a_save_that_is_not_what_it_was_is_not_restored(works: Works) -> None:
-    """Between the save and the look at it on the target, all is changed that can be; the work goes on at home."""
-    rows = {name: Work(name, gpu=number % GPUS) for number, name in enumerate(DAMAGE)}
+    """Between the save and the look at it on the target, all is changed that can be; others are as if of a node that
+    differs. The work goes on at home. A manifest that was changed by then is not believed: its work is saved anew."""
+    keys = {name: {"save": {"key": {field: OTHERS.get(field, "another")}}} for name, field in KEYS.items()}
+    names = [*DAMAGE, *KEYS, "manifest"]
+    rows = {name: Work(name, gpu=number % GPUS, extra=keys.get(name, {})) for number, name in enumerate(names)}
     works.start(*rows.values())
     store = {"store": str(works.share / "damage")}
     saved = works.checkpoint("captured", rows.values(), **store)
     for name, (damage, dummy) in DAMAGE.items():
         damage(Path(store["store"], saved[name]["artefact"]))
+    manifest = Path(store["store"], saved["manifest"]["artefact"], "manifest.json")
+    manifest.write_text(manifest.read_text().replace('"rss": ', '"rss": 1'))
     before = works.look()
     told = works.move(*rows.values(), shared=True, **store)
     after = works.look()
-    for name, (dummy, reason) in DAMAGE.items():
+    for name, reason in {**{name: reason for name, (dummy, reason) in DAMAGE.items()},
+                         **{name: f"key_mismatch:{field}" for name, field in KEYS.items()}}.items():  # fmt: skip
         assert told[name]["how"] == "stayed" and told[name]["reasons"][0]["reason"] == reason, told[name]
         assert before[HOME][name]["steps"], name
-    works.assert_run(dict.fromkeys(DAMAGE, HOME), after)
+    assert (told["manifest"]["how"], told["manifest"]["to"]) == ("moved", FIRST), told["manifest"]
+    works.assert_run({**dict.fromkeys([*DAMAGE, *KEYS], HOME), "manifest": FIRST}, after)
     assert not list(Path(store["store"]).glob("*")), "saves of work that runs are of no use"
 
 
@@ -165,10 +165,20 @@ def test_a_disk_that_fills_while_work_is_saved(works: Works) -> None:
     assert works.move(work)["work"]["to"] == FIRST
 
 
-def test_a_target_whose_disk_is_full(works: Works) -> None:
-    work = Work("work")
-    works.start(work)
+def test_a_target_whose_disk_is_full_and_work_that_nobody_brings_back(works: Works) -> None:
+    """The second goes on from its save where that was made: nothing has changed there yet."""
+    work, homeless = Work("work"), Work("homeless", gpu=1)
+    works.start(work, homeless)
     works.sh(FIRST, "mkdir -p /var/lib/gpufleet/store && mount -t tmpfs -o size=4M none /var/lib/gpufleet/store")
-    told = works.move(work, to=[FIRST, SECOND])["work"]
-    assert (told["how"], told["to"], told["reasons"][0]["reason"]) == ("moved", SECOND, "publish_failed"), told
-    works.assert_runs(work, SECOND, works.look())
+    works.trouble(SECOND, criu=[f"{homeless.pids[0]} fail"])
+    told = works.move(work, homeless, to=[FIRST, SECOND])
+    after = works.look()
+    assert (told["work"]["how"], told["work"]["to"]) == ("moved", SECOND), told
+    assert told["homeless"]["how"] == "stayed" and not told["homeless"]["kept"], told
+    reasons = {name: [reason["reason"] for reason in one["reasons"]] for name, one in told.items()}
+    assert reasons == {"work": ["publish_failed"], "homeless": ["publish_failed", "restore_failed"]}, told
+    works.assert_run({"work": SECOND, "homeless": HOME}, after)
+    for node in (HOME, SECOND):
+        assert works.left_behind(node) == ""
+    again = works.move(homeless, to=["gpu-3"])["homeless"]
+    assert again["reasons"][0]["reason"] == "restore_failed", "it can be saved again"

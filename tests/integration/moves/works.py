@@ -82,12 +82,13 @@ print(json.dumps(found))
 
 @dataclass
 class Work:
-    """A counter: one process, or two if ``pair``."""
+    """A counter: one process, or two if ``pair``; ``setting`` is one more of its environment."""
 
     name: str
     gpu: int = 0
     pair: bool = False
     exec_before: str = ""
+    setting: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     pids: list[int] = field(default_factory=list)
     artefact: str = ""
@@ -114,7 +115,7 @@ class Work:
             command = f"/bin/sh -c '{self.exec_before} exec {counter}'"
         return (
             f"[Service]\nExecStart={command}\nStateDirectory={' '.join(f'work-{log}' for log in self.logs)}\n"
-            f"Environment=STATE_DIRECTORY=/var/lib/work-{self.name} PORT={port} GPU_MIB=1\n"
+            f"Environment=STATE_DIRECTORY=/var/lib/work-{self.name} PORT={port} GPU_MIB=1 {self.setting}\n"
             f"Environment=CUDA_VISIBLE_DEVICES={self.gpu}\nRestart=on-failure\nRestartSec=1\nTimeoutStopSec=10\n"
         )
 

@@ -178,6 +178,8 @@ class World:
             node.saved[work] = {"state": "returned"}
             if came.get("state") == "left":
                 node.came[work]["state"] = "running"
+            elif name == "home":
+                node.came.pop(work, None)
             return {**told, "source": "running"}
         if state == "prepared":
             assert save in node.store
@@ -190,7 +192,8 @@ class World:
             assert save in node.store
             assert came.get("state") == "prepared", came
             node.running.add(work)
-            node.came[work] = {"state": "running", "home": "home", "declared": {"save": {}, "unit": work}}
+            declared = {"save": {}, "unit": work}
+            node.came[work] = {"state": "running", "home": "home", "own": name == "home", "declared": declared}
             return told
         if state == "absent":
             if came.get("state") == "prepared":
@@ -213,7 +216,7 @@ class World:
         node.store.discard(given["artefact"] or save)
         if record.get("state") in ("committed", "aborted", "returned"):
             node.saved.pop(work)
-        if came.get("state") in ("failed", "prepared", "left"):
+        if came.get("state") in ("failed", "prepared", "left") or came.get("own"):
             node.came.pop(work)
         return told
 
@@ -286,6 +289,16 @@ ENDINGS: dict[str, tuple[dict[tuple[str, str], str], list[tuple[str, str | None]
     "restore-fails-at-the-first": ({("a", "restored"): "restore_failed"}, [(MOVED, "b")] * 2, "restore_failed"),
     "restore-fails-everywhere": (
         {("a", "restored"): "restore_failed", ("b", "restored"): "restore_timeout"},
+        [(STAYED, None)] * 2,
+        "restore_failed",
+    ),
+    "restore-fails-everywhere-and-at-home": (
+        {("a", "restored"): "restore_failed", ("b", "restored"): "key", ("home", "restored"): "restore_failed"},
+        [(COLD, None)] * 2,
+        "restore_failed",
+    ),
+    "restore-fails-everywhere-and-home-has-changed": (
+        {("a", "restored"): "restore_failed", ("b", "restored"): "key", ("home", "prepared"): "key_mismatch:driver"},
         [(COLD, None)] * 2,
         "restore_failed",
     ),
@@ -305,6 +318,13 @@ def test_every_failure_has_its_ending(
     where = "b" if ending[0] == (MOVED, "b") else "home"
     assert world.nodes[where].running == {"one", "two"}
     assert not any(node.frozen for node in world.nodes.values())
+    for one in outcomes:  # a save from which the work did not go on stays, and is told of
+        kept = f"save-{one.workload}" if one.how == COLD else ""
+        assert one.kept == kept and one.kept in one.next
+        assert [name for name, node in world.nodes.items() if f"save-{one.workload}" in node.store] == ["home"] * bool(
+            kept
+        )
+    assert not world.nodes["home"].came
 
 
 def test_nothing_is_touched_that_has_nowhere_to_go() -> None:
@@ -428,7 +448,9 @@ TROUBLES: dict[str, dict[tuple[str, str], str]] = {
     "nothing-fails": {},
     "first-refuses": {("a", "prepared"): "hash_mismatch"},
     "first-fails": {("a", "restored"): "restore_failed"},
-    "all-fail": {("a", "restored"): "restore_failed", ("b", "restored"): "verify_failed"},
+    "all-fail": {("a", "restored"): "restore_failed", ("b", "restored"): "restore_failed"},
+    "all-fail-also-at-home": {(name, "restored"): "restore_failed" for name in ("a", "b", "home")},
+    "it-ran-on-the-last": {("a", "restored"): "restore_failed", ("b", "restored"): "verify_failed"},
 }
 
 

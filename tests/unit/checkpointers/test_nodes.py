@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from ansible.playbook.play_context import PlayContext
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact
-from ansible_collections.gpufleet.driver.plugins.plugin_utils.nodes import parted, runs
+from ansible_collections.gpufleet.driver.plugins.plugin_utils.nodes import Nodes, parted, runs
 
 P = artefact.PIECE
 
@@ -30,6 +31,28 @@ def test_small_files_travel_together_and_large_ones_by_pieces() -> None:
 def test_neighbouring_pieces_travel_in_one_command() -> None:
     missing = [("b", 0), *(("a", index) for index in (0, 1, 2, 3, 4, 6))]
     assert runs(missing) == [("a", 0, 4), ("a", 4, 1), ("a", 6, 1), ("b", 0, 1)]
+
+
+class Connection:
+    """One that writes down whether what it is told may be shown."""
+
+    become = None
+    allow_executable = False
+
+    def __init__(self) -> None:
+        self._play_context = PlayContext()
+        self.hidden: list[bool] = []
+
+    def exec_command(self, *dummy: object, **options: object) -> tuple[int, bytes, bytes]:
+        self.hidden.append(bool(self._play_context.no_log))
+        return 0, b"memory", b""
+
+
+def test_what_is_saved_is_shown_at_no_verbosity() -> None:
+    connection = Connection()
+    nodes = Nodes(type("Action", (), {"_connection": connection}), {"inventory_hostname": "one"})
+    assert nodes.tell("one", ["cat"]) == b"memory"
+    assert connection.hidden == [True] and not connection._play_context.no_log
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["from-nothing", "after-a-broken-one"])

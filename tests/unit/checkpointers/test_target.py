@@ -204,6 +204,32 @@ def test_what_does_not_fit_is_refused(node: Node, change: Callable[[Node], Any],
     assert suspend.read_record(node.backend().record_path("work", "restores")) == {}
 
 
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_manifest_that_is_not_the_one_that_was_written(node: Node, when: str) -> None:
+    """It vouches for all but itself, so whoever knows its hash has it compared: first, and again at the restore."""
+    work = node.save()
+    digest = artefact.digest(node.store, "work")
+    manifest = node.store / "work" / artefact.MANIFEST
+    changed = manifest.read_text().replace('"rss": 1000', '"rss": 1001')
+    if when == "between":
+        assert node.backend().prepare(work, "work", digest)["digest"] == digest
+    manifest.write_text(changed)
+    with pytest.raises(CheckpointError, match="instead of") as caught:
+        if when == "before":
+            node.backend().prepare(work, "work", digest)
+        else:
+            node.backend().restore(work, "work")
+    assert caught.value.reason.observed.startswith(str(manifest))
+
+
+def test_a_file_that_went_between_the_comparison_and_the_restore(node: Node) -> None:
+    work = node.save()
+    node.backend().prepare(work, "work")
+    (node.store / "work/core.img").unlink()
+    with pytest.raises(CheckpointError, match=r"hash_mismatch at fetch: core\.img, piece 0: No such file"):
+        node.backend().restore(work, "work")
+
+
 def test_where_its_files_cannot_come_the_source_is_not_ended(node: Node) -> None:
     assert refused(node, node.save(paths=["/proc"])) == "insufficient_space"
 
