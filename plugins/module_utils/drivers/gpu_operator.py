@@ -276,6 +276,8 @@ class GpuOperator:
             note, now = node.note, node.pod.version if node.pod else ""
             if note.get("step") or (note and note.get("from") != now):
                 return str(note.get("from") or "")
+            if node.owner and _is_anew(node) and node.owner.note.get("to") == now:
+                return str(node.owner.note.get("from") or "")
             return node.previous if finished or not (note or node.last) else ""
 
         return self._bring(names, wanted, deadline, patience, check, back=True)
@@ -364,7 +366,8 @@ class GpuOperator:
         if turn.back and all(_has(operator, name, turn.version) for name in turn.progress):
             turn.made = True
             return
-        self._hold(operator.members(turn.owner))
+        members = operator.members(turn.owner)
+        self._hold([node for node in members if node.name not in turn.progress or not _is_anew(node)])
         self._write_version(turn.owner, turn.version)
         self._await_template(turn.owner, turn.version)
 
@@ -372,9 +375,7 @@ class GpuOperator:
         current = operator.owners.get(turn.owner.uid)
         if not turn.made and (current is None or current.version != turn.version):
             raise Failure(_written_over(turn.owner, current.version if current else "nothing", turn.version))
-        self._api.each(
-            lambda name: self._step(operator.nodes.get(name), name, turn, turn.progress[name], late), turn.going
-        )
+        self._api.each(lambda name: self._step(operator, name, turn, turn.progress[name], late), turn.going)
         self._watch(operator, turn)
         if turn.back and not turn.made and all(_has(operator, name, turn.version) for name in turn.progress):
             turn.made = True
@@ -472,8 +473,9 @@ class GpuOperator:
                 )
             self._sleep(POLL_SECONDS)
 
-    def _step(self, node: DriverNode | None, name: str, turn: Turn, its: Progress, late: bool) -> None:
+    def _step(self, operator: Operator, name: str, turn: Turn, its: Progress, late: bool) -> None:
         """Do the next thing about one node, or say what is waited for."""
+        node = operator.nodes.get(name)
         if node is None or node.owner is None:
             its.fail(f"{name}: {_why_not(name, node)}")
             return
@@ -481,6 +483,10 @@ class GpuOperator:
         its.after = pod.version if pod else ""
         its.loaded = self._said.get(name) or node.loaded
         try:
+            if _is_anew(node):
+                self._take_up(name, node.owner, turn)
+                its.changed, its.waiting = True, "it was deleted and made anew, and is taken out of service again"
+                return
             if node.note.get("step") == objects.RESTART and not node.cordoned:
                 # k8s-driver-manager uncordons without a look at who had cordoned, where autoUpgrade is off
                 self._change(name, lambda found: {"/spec/unschedulable": True})
@@ -502,6 +508,18 @@ class GpuOperator:
             its.fail(f"{name}: {exc}")
         if late and not its.failed and not its.done:
             its.fail(f"{name} is not on {turn.version} in time: {its.waiting}; {_logs(pod)}")
+
+    def _take_up(self, name: str, owner: Owner, turn: Turn) -> None:
+        """Go on with a node that has lost its note, as somebody deleted it and its kubelet registered it again. What it
+        had before is known of its owner only."""
+
+        def change(found: Mapping[str, Any]) -> dict[str, Any]:
+            note = {"run_id": self._run_id, "from": owner.note.get("from"), "to": turn.version, "at": self._clock()}
+            labels = {**(found["metadata"].get("labels") or {}), objects.SKIP: "true"}
+            closed = self._closed(found)
+            return {**closed, **_with_note(closed["/metadata/annotations"], note), "/metadata/labels": labels}
+
+        self._change(name, change)
 
     def _working(self, name: str) -> list[str]:
         pods = self._api.items("/api/v1/pods", fieldSelector=f"spec.nodeName={name}")
@@ -645,6 +663,11 @@ class GpuOperator:
             return {"/metadata/labels": labels, "/metadata/annotations": annotations}
 
         self._change(node.name, change)
+
+
+def _is_anew(node: DriverNode) -> bool:
+    """Whether a node in its turn has lost all we wrote on it, as it was deleted and its kubelet registered it again."""
+    return bool(node.owner and node.owner.note) and not (node.note or node.held or node.cordoned)
 
 
 def _is_over(node: DriverNode) -> bool:

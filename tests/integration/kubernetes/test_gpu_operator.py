@@ -283,6 +283,40 @@ def test_a_driver_of_the_host_is_left_to_the_host(operated: OperatorCluster) -> 
     assert "belongs to the host" in operated.swap(first)[first].msg
 
 
+def test_a_node_that_is_deleted_and_made_anew_in_its_turn_is_gone_on_with(operated: OperatorCluster) -> None:
+    """Without our notes it takes work, and nothing on it says what it had."""
+    first, second = operated.begin(2)
+    backend = operated.backend(validation_image="")
+    backend.cordon([first], RUN)
+    operated.driver().swap([first], NEW, time.time() + 120, 0)
+    operated.make_anew(first)
+    assert operated.swap(first)[first].done and operated.loaded(first) == NEW and operated.is_cordoned(first)
+    operated.make_anew(first)
+    assert operated.restore(first)[first].done and operated.loaded(first) == OLD and operated.is_cordoned(first)
+    operated.driver().settle()
+    backend.uncordon([first], RUN)
+    assert settled(operated, first, second) and not operated.is_cordoned(first) and operated.version() == OLD
+
+
+def test_operands_leave_a_node_whose_driver_is_the_host_s_and_come_back(operated: OperatorCluster) -> None:
+    """They hold that driver too; the operator leaves labels alone that it did not write."""
+    first, second = operated.begin(2)
+    for name in (first, second):
+        operated.change(name, metadata={"labels": {"nvidia.com/gpu.deploy.driver": "pre-installed"}})
+        until("only its operands are there", lambda name=name: len(operated.operator_pods(name)) == 2)
+    before = operated.node(first)["metadata"]["labels"]
+    backend = operated.backend(validation_image="")
+    backend.cordon([first], RUN)
+    assert evacuate(backend, [first], [])[first].as_dict()["empty"]
+    operated.let_pass()
+    assert operated.operator_pods(first) == [] and len(operated.operator_pods(second)) == 2
+    result = backend.validate([first], RUN, {first: 8}, 120)[first]
+    assert not result.failed, result.msg
+    assert len(operated.operator_pods(first)) == 2
+    backend.uncordon([first], RUN)
+    assert operated.node(first)["metadata"]["labels"] == before
+
+
 def test_a_node_that_somebody_holds_is_refused_and_left_held(operated: OperatorCluster) -> None:
     first, second = operated.begin(2)
     operated.change(second, metadata={"labels": {SKIP: "true"}})

@@ -461,7 +461,9 @@ class Operator:
             fails = name in self.settings["validator_fails"]
             for pod in ours:
                 if labels(pod).get("app") == VALIDATOR and "deletionTimestamp" not in pod["metadata"] and not fails:
-                    driver_ready = any(labels(p).get(COMPONENT) == "nvidia-driver" and is_ready(p) for p in ours)
+                    driver_ready = labels(node).get(DEPLOY + "driver") == "pre-installed" or any(
+                        labels(p).get(COMPONENT) == "nvidia-driver" and is_ready(p) for p in ours
+                    )
                     if loaded and driver_ready and not is_ready(pod):
                         self.report(pod, ready_status(pod))
 
