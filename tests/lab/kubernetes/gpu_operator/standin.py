@@ -400,7 +400,6 @@ class Operator:
         what = json.dumps([waiting, init, ready, its["restarts"]])
         if its.get("said") == what:
             return
-        its["said"] = what
         moment = now()
         over = {"terminated": {"exitCode": 0, "reason": "Completed", "finishedAt": moment, "startedAt": moment}}
 
@@ -432,6 +431,7 @@ class Operator:
                 ],
             },
         )
+        its["said"] = what  # only now: the server may be away
 
     def report(self, pod: Object, status: Object) -> None:
         meta = pod["metadata"]
