@@ -276,7 +276,7 @@ class GpuOperator:
             note, now = node.note, node.pod.version if node.pod else ""
             if note.get("step") or (note and note.get("from") != now):
                 return str(note.get("from") or "")
-            if node.owner and _is_anew(node) and node.owner.note.get("to") == now:
+            if node.owner and self._is_anew(node):
                 return str(node.owner.note.get("from") or "")
             return node.previous if finished or not (note or node.last) else ""
 
@@ -367,7 +367,7 @@ class GpuOperator:
             turn.made = True
             return
         members = operator.members(turn.owner)
-        self._hold([node for node in members if node.name not in turn.progress or not _is_anew(node)])
+        self._hold([node for node in members if node.name not in turn.progress or not self._is_anew(node)])
         self._write_version(turn.owner, turn.version)
         self._await_template(turn.owner, turn.version)
 
@@ -483,7 +483,7 @@ class GpuOperator:
         its.after = pod.version if pod else ""
         its.loaded = self._said.get(name) or node.loaded
         try:
-            if _is_anew(node):
+            if self._is_anew(node):
                 self._take_up(name, node.owner, turn)
                 its.changed, its.waiting = True, "it was deleted and made anew, and is taken out of service again"
                 return
@@ -509,9 +509,14 @@ class GpuOperator:
         if late and not its.failed and not its.done:
             its.fail(f"{name} is not on {turn.version} in time: {its.waiting}; {_logs(pod)}")
 
+    def _is_anew(self, node: DriverNode) -> bool:
+        """Whether a node in its turn has lost all that this run wrote on it, as somebody deleted it and its kubelet
+        registered it again."""
+        begun = node.owner is not None and node.owner.note.get("run_id") == self._run_id
+        return begun and not (node.note or node.held or node.cordoned)
+
     def _take_up(self, name: str, owner: Owner, turn: Turn) -> None:
-        """Go on with a node that has lost its note, as somebody deleted it and its kubelet registered it again. What it
-        had before is known of its owner only."""
+        """Go on with such a node; what it had before is known of its owner only."""
 
         def change(found: Mapping[str, Any]) -> dict[str, Any]:
             note = {"run_id": self._run_id, "from": owner.note.get("from"), "to": turn.version, "at": self._clock()}
@@ -663,11 +668,6 @@ class GpuOperator:
             return {"/metadata/labels": labels, "/metadata/annotations": annotations}
 
         self._change(node.name, change)
-
-
-def _is_anew(node: DriverNode) -> bool:
-    """Whether a node in its turn has lost all we wrote on it, as it was deleted and its kubelet registered it again."""
-    return bool(node.owner and node.owner.note) and not (node.note or node.held or node.cordoned)
 
 
 def _is_over(node: DriverNode) -> bool:

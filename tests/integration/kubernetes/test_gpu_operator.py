@@ -286,12 +286,17 @@ def test_a_driver_of_the_host_is_left_to_the_host(operated: OperatorCluster) -> 
 def test_a_node_that_is_deleted_and_made_anew_in_its_turn_is_gone_on_with(operated: OperatorCluster) -> None:
     """Without our notes it takes work, and nothing on it says what it had."""
     first, second = operated.begin(2)
+
+    def make_anew() -> None:
+        operated.make_anew(first)
+        until("the operator knows it", lambda: (its := operated.driver().look().nodes.get(first)) and its.owner)
+
     backend = operated.backend(validation_image="")
     backend.cordon([first], RUN)
     operated.driver().swap([first], NEW, time.time() + 120, 0)
-    operated.make_anew(first)
+    make_anew()
     assert operated.swap(first)[first].done and operated.loaded(first) == NEW and operated.is_cordoned(first)
-    operated.make_anew(first)
+    make_anew()
     assert operated.restore(first)[first].done and operated.loaded(first) == OLD and operated.is_cordoned(first)
     operated.driver().settle()
     backend.uncordon([first], RUN)
