@@ -33,8 +33,8 @@ class Group:
             self.items = tuple(dict.fromkeys(item for node in nodes for item in model.residents[node]))
         self.gpu_models = {model.nodes[node].gpu_model for node in nodes}
         self.free = sum(model.nodes[node].free.get("gpu", 0) for node in nodes)
-        self.cost = sum(early_cost(model, item) for item in self.items)
-        self.late = any(model.items[item].end < inf for item in self.items)
+        self.cost = sum([model.items[item].early for item in self.items])
+        self.late = any([model.items[item].end < inf for item in self.items])
         self.due = any(is_due(model.nodes[node]) for node in nodes)
         self.classes = {model.classes.of[node] for node in nodes}
         self.uses: dict[Use, int] = {}
@@ -73,14 +73,6 @@ def use_limits(model: Model, unused: frozenset[int] = frozenset()) -> dict[Use, 
         )
         limits["gpus", name] = bound - waiting + free
     return limits
-
-
-def early_cost(model: Model, index: int) -> float:
-    """What an item loses, in GPU-seconds, if its node's turn comes while it runs."""
-    item = model.items[index]
-    if item.restartable:
-        return item.cold
-    return item.gpus * item.pause if item.movable else item.gpus * 1e6
 
 
 def exceeded(group: Group, used: Mapping[Use, float], limits: Mapping[Use, float], beside: bool) -> Use | None:
@@ -123,7 +115,7 @@ class Bins:
         self.canaries = frozenset(first)
         self.batches: list[list[Group]] = []
         self.sizes: list[int] = []
-        self.used: list[Counter[Use]] = []
+        self.used: list[dict[Use, int]] = []
         self.where: dict[Group, int] = {}
         if first:
             self.append()
@@ -139,7 +131,7 @@ class Bins:
     def append(self) -> None:
         self.batches.append([])
         self.sizes.append(0)
-        self.used.append(Counter())
+        self.used.append({})
 
     def grow(self, nodes: int) -> None:
         """Add bins until ``nodes`` more nodes could be taken."""
@@ -189,13 +181,16 @@ class Bins:
     def add(self, number: int, group: Group) -> None:
         self.batches[number].append(group)
         self.sizes[number] += len(group.nodes)
-        self.used[number].update(group.uses)
+        used = self.used[number]
+        for use, amount in group.uses.items():
+            used[use] = used.get(use, 0) + amount
         self.where[group] = number
 
     def remove(self, number: int, group: Group) -> None:
         self.batches[number].remove(group)
         self.sizes[number] -= len(group.nodes)
-        self.used[number].subtract(group.uses)
+        for use, amount in group.uses.items():
+            self.used[number][use] -= amount
 
     def rotate(self, number: int, to: int) -> bool:
         """Put a batch where ``to`` is, and those in between one place nearer to where it was; nothing, and False, if
@@ -255,7 +250,12 @@ class Bins:
                 self.add(number, group)
 
     def nodes(self) -> list[list[int]]:
-        return [sorted(node for group in batch for node in group.nodes) for batch in self.batches if batch]
+        return numbers_of(self.batches)
+
+
+def numbers_of(batches: Iterable[Sequence[Group]]) -> list[list[int]]:
+    """Node numbers by batch."""
+    return [sorted([node for group in batch for node in group.nodes]) for batch in batches if batch]
 
 
 def together(model: Model, nodes: Iterable[int]) -> list[list[int]]:

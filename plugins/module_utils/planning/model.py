@@ -29,12 +29,14 @@ class Item:
     """A workload, or one member of a workload that is no gang: what gets one fate.
 
     ``end`` is the time at which it ends by itself (``inf`` if unknown), ``pause`` the seconds a move takes, ``cold``
-    the GPU-seconds a cold start loses, ``idle`` its GPUs weighed as idle ones are: those it keeps from standing idle.
-    One that ``saves_itself`` may move to an upgraded node.
+    the GPU-seconds a cold start loses, ``early`` those it loses if its node's turn comes while it runs, ``idle`` its
+    GPUs weighed as idle ones are: those it keeps from standing idle. One that ``saves_itself`` may move to an upgraded
+    node.
     """
 
     __slots__ = (
         "cold",
+        "early",
         "end",
         "frozen_by",
         "gpus",
@@ -59,10 +61,7 @@ class Item:
         self.workload = workload
         self.needs = needs
         self.nodes = nodes
-        gpus = 0.0
-        for need in needs:
-            gpus += need.gpus
-        self.gpus = gpus
+        self.gpus = gpus = needs[0].gpus if len(needs) == 1 else sum([need.gpus for need in needs])
         self.idle = gpus
         self.end = inf if workload.remaining is None else workload.remaining
         self.pause = workload.capture + workload.restore
@@ -72,9 +71,10 @@ class Item:
         self.waitable = WAIT in may or not may - {"protect"}
         self.restartable = RESTART in may
         self.frozen_by: str | None = None
+        self.early: float
         self.shape: Shape
-        self.restorable: frozenset[int] = frozenset()
-        self.startable: frozenset[int] = frozenset()
+        self.restorable: frozenset[int]
+        self.startable: frozenset[int]
 
 
 class Model:
@@ -119,10 +119,9 @@ class Model:
         for workload in snapshot.workloads:
             if workload.members:
                 self._add(workload)
-        order = sorted(
-            range(len(self.items)),
-            key=lambda i: (-self.items[i].workload.priority, -self.items[i].gpus, -self.items[i].cold, i),
-        )
+        order = sorted(range(len(self.items)), key=[-item.cold for item in self.items].__getitem__)
+        order.sort(key=[-item.gpus for item in self.items].__getitem__)
+        order.sort(key=[-item.workload.priority for item in self.items].__getitem__)
         self.rank = [0] * len(order)
         for rank, index in enumerate(order):
             self.rank[index] = rank
@@ -154,6 +153,10 @@ class Model:
         for budget in workload.budgets:
             if self.snapshot.budgets[budget] == 0:
                 item.frozen_by, item.movable, item.restartable = budget, False, False
+        if item.restartable:
+            item.early = item.cold
+        else:
+            item.early = item.gpus * (item.pause if item.movable else 1e6)
         for node in dict.fromkeys(nodes):
             self.residents[node].append(len(self.items))
         self.items.append(item)

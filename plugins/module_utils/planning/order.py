@@ -20,7 +20,7 @@ from itertools import product
 from math import ceil, inf
 from typing import Callable
 
-from .bins import Bins, Group, Use, early_cost, exceeded, grouped, out_already, use_limits
+from .bins import Bins, Group, Use, exceeded, grouped, numbers_of, out_already, use_limits
 from .model import Model, is_due, out_of_service
 from .policy import BadPolicy, most_down
 from .schedule import WAIT, Hint, Played, play
@@ -165,9 +165,10 @@ def _by_worth(
         value, release = 0.0, 0
         for group in unit:
             for index in group.items:
-                end = model.items[index].end
+                item = model.items[index]
+                end = item.end
                 if end <= horizon:
-                    value += early_cost(model, index)
+                    value += item.early
                     release = max(release, ceil((end - patience * 0.5) / model.slot))
         if value:
             finite.append((value, unit, min(release, total - 1)))
@@ -237,7 +238,7 @@ def arrange(model: Model, absent: frozenset[int] = frozenset()) -> Arrangement:
         search.climb(bins, dict(hints), effort)
     if small:
         search.go_on(bins, _LONGER * effort)
-    return _arrangement(bins, search.best, absent)
+    return _arrangement(search.best, bool(first), absent)
 
 
 def extended(model: Model, earlier: Arrangement, absent: frozenset[int]) -> Arrangement | None:
@@ -267,7 +268,7 @@ def extended(model: Model, earlier: Arrangement, absent: frozenset[int]) -> Arra
     begin = Best(bins.contents(), dict(earlier.hints), play(model, bins.nodes(), unused | absent, earlier.hints))
     search = Search(model, first, absent, begin)
     search.go_on(bins, _effort(model, absent))
-    return _arrangement(bins, search.best, (unused if search.best is begin else frozenset()) | absent)
+    return _arrangement(search.best, bool(first), (unused if search.best is begin else frozenset()) | absent)
 
 
 def _models(groups: Sequence[Group]) -> Counter[str]:
@@ -275,9 +276,8 @@ def _models(groups: Sequence[Group]) -> Counter[str]:
     return Counter(str(name) for group in groups for name in group.gpu_models)
 
 
-def _arrangement(bins: Bins, best: Best, unused: frozenset[int]) -> Arrangement:
-    bins.refill(best.contents)
-    return Arrangement(bins.nodes(), bool(bins.first), best.hints, unused, best.played)
+def _arrangement(best: Best, has_canary: bool, unused: frozenset[int]) -> Arrangement:
+    return Arrangement(numbers_of(best.contents), has_canary, best.hints, unused, best.played)
 
 
 def _effort(model: Model, absent: frozenset[int]) -> int:

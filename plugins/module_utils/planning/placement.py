@@ -254,7 +254,7 @@ class Rooms:
             shelf.tightest.clear()
             if taken is not None and found is not None and found[1] == index and missing(taken, free) is None:
                 # With less free than before it fits tighter still.
-                shelf.tightest[taken] = (_bucket(taken.primary, free.get(taken.primary, 0)), index)
+                shelf.tightest[taken] = (_bucket(taken.primary, free[taken.primary]), index)
 
     def place(
         self,
@@ -357,26 +357,25 @@ class Rooms:
     ) -> int | None:
         """The node at the first of ``positions`` that has room; what was found full is not searched again."""
         request = (need, fitting, positions[0], positions[-1])
-        least = need.least
-        for place in range(self._searched.get(request, 0), len(positions)):
-            best: tuple[int, int] | None = None
+        begin = place = self._searched.get(request, 0)
+        best: tuple[int, int] | None = None
+        for place in range(begin, len(positions)):
             for number, shelf in self._shelves.get(positions[place], _NOTHING).items():
-                if number not in fitting:
-                    continue
-                found = shelf.tightest.get(need) if only is None else None
-                if found is None:
-                    found = self._tightest(need, shelf, only)
-                if found is not None and (best is None or found < best):
-                    best = found
-                    if found[0] == least:
-                        break
+                if number in fitting:
+                    found = shelf.tightest.get(need) if only is None else None
+                    if found is None:
+                        found = self._tightest(need, shelf, only)
+                    if found is not None and (best is None or found < best):
+                        best = found
+                        if found[0] == need.least:
+                            break
             if best is not None:
-                if only is None:
-                    self._searched[request] = place
-                return best[1]
-        if only is None:
-            self._searched[request] = len(positions)
-        return None
+                break
+        else:
+            place = len(positions)
+        if only is None and place != begin:
+            self._searched[request] = place
+        return best[1] if best is not None else None
 
     def _tightest(self, need: Need, shelf: _Shelf, only: Callable[[int], bool] | None) -> tuple[int, int] | None:
         free, is_open, primary, least = self.free, self._open, need.primary, need.least

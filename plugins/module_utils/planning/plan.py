@@ -294,6 +294,7 @@ def finished(
     for fate in played.fates:
         if fate.what != BLOCKED:
             causes["moves" if fate.what == MOVE else "cold_starts"] += fate.lost
+    cold = Counter([model.items[fate.item].name for fate in played.fates if fate.what == COLD])
     return Plan(
         version=policy.version,
         batches=made,
@@ -302,7 +303,7 @@ def finished(
         blocked=tuple((node.name, blocked[node.name]) for node in model.nodes if node.name in blocked),
         lost=causes,
         finish=played.finish,
-        notes=(*_odd(model, policy), *_warnings(model, made, has_canary), *_notes(model, made, blocked)),
+        notes=(*_odd(model, policy), *_warnings(model, made, has_canary, cold), *_notes(model, made, blocked, cold)),
     )
 
 
@@ -310,6 +311,7 @@ def described(model: Model, batches: Sequence[Sequence[int]], played: Played, ha
     """Batches by name, each with the fates of its workloads."""
     fates: list[list[WorkloadFate]] = [[] for dummy in batches]
     nodes = model.nodes
+    names = _Names(node.name for node in nodes)
     turn = {node: number for number, batch in enumerate(batches) for node in batch}
     for fate in played.fates:
         item = model.items[fate.item]
@@ -317,8 +319,8 @@ def described(model: Model, batches: Sequence[Sequence[int]], played: Played, ha
             WorkloadFate(
                 item.name,
                 fate.what,
-                tuple([nodes[node].name for node in item.nodes]),
-                tuple([nodes[node].name for node in fate.to]),
+                names[item.nodes],
+                names[fate.to],
                 fate.lost,
                 fate.reason or (_move_reason(model, fate, turn) if fate.what == MOVE else ""),
             )
@@ -337,6 +339,18 @@ def described(model: Model, batches: Sequence[Sequence[int]], played: Played, ha
             )
         )
     return tuple(out)
+
+
+class _Names(dict[tuple[int, ...], tuple[str, ...]]):
+    """Names of nodes by their numbers; equal ones are one object."""
+
+    def __init__(self, of: Iterable[str]) -> None:
+        super().__init__()
+        self._of = tuple(of)
+
+    def __missing__(self, numbers: tuple[int, ...]) -> tuple[str, ...]:
+        found = self[numbers] = tuple([self._of[number] for number in numbers])
+        return found
 
 
 def _move_reason(model: Model, fate: Fate, turn: Mapping[int, int]) -> str:
@@ -373,8 +387,8 @@ def _odd(model: Model, policy: Policy) -> list[str]:
     return notes
 
 
-def _warnings(model: Model, batches: Sequence[Batch], has_canary: bool) -> list[str]:
-    """What may not be as it was meant."""
+def _warnings(model: Model, batches: Sequence[Batch], has_canary: bool, cold: Mapping[str, int]) -> list[str]:
+    """What may not be as it was meant. ``cold`` is how often each workload starts cold."""
     policy, nodes = model.policy, model.nodes
     warnings: list[str] = []
     if has_canary and isinstance(policy.canary, int):
@@ -392,10 +406,9 @@ def _warnings(model: Model, batches: Sequence[Batch], has_canary: bool) -> list[
             f"the last batch starts in {hours:.0f} h, and what runs by then is not known: plan again before each window"
         )
     warnings.extend(_beyond_budgets(model, batches))
-    starts = Counter(fate.workload for batch in batches for fate in batch.fates if fate.fate == COLD)
     warnings.extend(
         f"{name} starts cold {times} times, as its nodes are in different batches: a larger batch_size may help"
-        for name, times in starts.items()
+        for name, times in cold.items()
         if times > 1
     )
     return warnings
@@ -416,7 +429,9 @@ def _beyond_budgets(model: Model, batches: Sequence[Batch]) -> list[str]:
     return found
 
 
-def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str]) -> list[str]:
+def _notes(
+    model: Model, batches: Sequence[Batch], blocked: Mapping[str, str], cold: Mapping[str, int]
+) -> list[str]:
     notes = []
     if batches:
         must = [f for f in batches[0].fates if f.fate in (WAIT, MOVE)]
@@ -426,7 +441,6 @@ def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str]) -
         if len(must) > 5:
             notes.append(f"and so must {len(must) - 5} more: see the plan's JSON")
     finish = batches[-1].ends if batches else 0.0
-    cold = {fate.workload for batch in batches for fate in batch.fates if fate.fate == COLD}
     started = [item for item in model.items if item.name in cold]
     saved = [item for item in started if item.movable]
     lasting = [item for item in saved if item.end > finish]

@@ -154,6 +154,8 @@ class _Walk:
             self.earliest.append(model.policy.opening(start, model.expected)[0])
             start = self.earliest[-1] + model.slot
         self.kept_classes = frozenset(model.classes.of[index] for index in model.kept if index not in unused)
+        self.until_last = inf
+        self.upgraded = range(0)
         self.played = Played()
 
     def run(self) -> Played:
@@ -161,6 +163,8 @@ class _Walk:
         now = 0.0
         for number, batch in enumerate(self.batches):
             now = self._opening(batch, now)
+            self.until_last = self._time_until(self.final, number)
+            self.upgraded = range(number - 1, -2, -1)
             self._end_until(now)
             self.rooms.close(batch)
             told = len(played.fates)
@@ -308,12 +312,12 @@ class _Walk:
             in_place = cold + item.gpus * self.model.swap
         can_move = item.movable and not self.moved[index] and bool(item.restorable)
         can_move = can_move and (self.longest_save == inf or self._longer(index) <= self.longest_save)
-        best = self._best_move(index, item, number, now, cold) if can_move else inf
+        best = self._best_move(index, item, now, cold) if can_move else inf
         if best < cold or (can_move and self.hints.get(index) not in (None, WAIT)):
             tried = self._move(index, item, number, now, cold, in_place)
             if tried is not None:
                 return (*tried, back)
-        if item.restartable and self._start_elsewhere(index, item, number):
+        if item.restartable and self._start_elsewhere(index, item):
             self.end[index], self.started[index] = inf, now
             fate = Fate(index, number, COLD, cold, self.where[index], "starts on an upgraded node")
             return fate, cold, back
@@ -333,10 +337,10 @@ class _Walk:
             return item.cold
         return item.gpus * (item.workload.start_cost + min(item.workload.at_risk, now - self.started[index]))
 
-    def _best_move(self, index: int, item: Item, number: int, now: float, cold: float) -> float:
+    def _best_move(self, index: int, item: Item, now: float, cold: float) -> float:
         """What a move would lose at best, to the end."""
-        until = inf if item.saves_itself or self._kept(item) else self._time_until(self.final, number)
-        return self._moved_until(index, item, now, cold, until)
+        kept = item.saves_itself or not self.kept_classes.isdisjoint(item.restorable)
+        return self._moved_until(index, item, now, cold, inf if kept else self.until_last)
 
     def _moved_until(self, index: int, item: Item, now: float, cold: float, until: float) -> float:
         """What a move loses to the end, onto nodes whose turn comes in ``until`` seconds: a cold start more if it is
@@ -352,18 +356,12 @@ class _Walk:
         """Seconds from the start of batch ``number`` to that of the batch at ``position``, at the earliest."""
         return inf if position >= self.last else self.earliest[position] - self.earliest[number]
 
-    def _kept(self, item: Item) -> bool:
-        return not self.kept_classes.isdisjoint(item.restorable)
-
-    def _cold_room(self, item: Item, number: int) -> bool:
-        found = self.rooms.place(item.needs, item.startable, self._before(number), together=item.workload.together)
+    def _cold_room(self, item: Item) -> bool:
+        found = self.rooms.place(item.needs, item.startable, self.upgraded, together=item.workload.together)
         if found is None:
             return False
         self.rooms.put_back(found, item.needs)
         return True
-
-    def _before(self, number: int) -> range:
-        return range(number - 1, -2, -1)
 
     def _move(
         self, index: int, item: Item, number: int, now: float, limit: float, in_place: float
@@ -373,7 +371,7 @@ class _Walk:
         hint = self.hints.get(index)
         cold = self._cold(index, item, now) if item.restartable else BLOCKED_LOSS
         later = range(number + 1, self.last + 1) if hint == NEAR else range(self.last, number, -1)
-        upgraded = self._before(number) if item.saves_itself and not item.workload.stays_home else range(0)
+        upgraded = self.upgraded if item.saves_itself and not item.workload.stays_home else range(0)
         found = None
         if isinstance(hint, tuple):
             turns = {self.position[node] for node in hint}
@@ -393,7 +391,7 @@ class _Walk:
             inf if self.position[node] in upgraded else self._time_until(self.position[node], number) for node in found
         )
         lost = self._moved_until(index, item, now, cold, until)
-        if hint in (None, WAIT) and lost >= limit and (lost >= in_place or self._cold_room(item, number)):
+        if hint in (None, WAIT) and lost >= limit and (lost >= in_place or self._cold_room(item)):
             self.rooms.put_back(found, item.needs)
             return None
         self._leave(index)
@@ -406,11 +404,11 @@ class _Walk:
             self.came.setdefault(node, []).append(index)
         return Fate(index, number, MOVE, _paused(item), found), lost
 
-    def _start_elsewhere(self, index: int, item: Item, number: int) -> bool:
+    def _start_elsewhere(self, index: int, item: Item) -> bool:
         found = self.rooms.place(
             item.needs,
             item.startable,
-            self._before(number),
+            self.upgraded,
             together=item.workload.together,
             spread=item.workload.spread,
         )
