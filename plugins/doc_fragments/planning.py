@@ -62,7 +62,8 @@ options:
   batch_size:
     description:
       - How many nodes a batch may hold, as a number, a percentage of the nodes to upgrade, or a list of these.
-      - The last entry of a list repeats, as in Ansible's C(serial).
+      - The last entry of a list repeats, as in Ansible's C(serial). A size that is too small for the domain to upgrade
+        next is passed over.
     type: raw
     default: 20%
   growth:

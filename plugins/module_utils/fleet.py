@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Callable
 
 FORMAT = "gpufleet.snapshot"
@@ -211,8 +212,10 @@ class NotJson(ValueError):
 def load(path: str) -> Any:
     """Decoded JSON of a file, with or without a byte order mark.
 
-    :raises NotJson: if it is none; OSError if it cannot be read.
+    :raises NotJson: if it is none, or no plain file; OSError if it cannot be read.
     """
+    if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may have no end
+        raise NotJson("is no plain file")
     with open(path, encoding="utf-8-sig") as stream:
         try:
             return json.load(stream)
@@ -257,10 +260,12 @@ def check(snapshot: Snapshot) -> None:
     for index, workload in enumerate(snapshot.workloads):
         for position, member in enumerate(workload.members):
             if member.node not in known:
-                raise BadSnapshot(f"workloads[{index}].members[{position}].node", f"no node is named {member.node!r}")
+                raise BadSnapshot(
+                    f"workloads[{index}].members[{position}].node", f"no node is named {_quoted(member.node)}"
+                )
         for position, budget in enumerate(workload.budgets):
             if budget not in budgets:
-                raise BadSnapshot(f"workloads[{index}].budgets[{position}]", f"no budget is named {budget!r}")
+                raise BadSnapshot(f"workloads[{index}].budgets[{position}]", f"no budget is named {_quoted(budget)}")
 
 
 def dump(snapshot: Snapshot) -> dict[str, Any]:
@@ -364,6 +369,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _quoted(text: str) -> str:
+    return repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
+
+
 def _list(value: Any) -> list[Any]:
     if type(value) is not list:
         raise _Wrong(f"expected a list, not {_shown(value)}")
@@ -422,7 +431,7 @@ def _permissions(value: Any) -> frozenset[str]:
 def _allowed(permissions: tuple[str, ...]) -> frozenset[str]:
     found = frozenset(permissions)
     if found - PERMISSIONS:
-        raise _Wrong(f"{sorted(found - PERMISSIONS)[0]!r} is none of {', '.join(sorted(PERMISSIONS))}")
+        raise _Wrong(f"{_quoted(min(found - PERMISSIONS))} is none of {', '.join(sorted(PERMISSIONS))}")
     if PROTECT in found and len(found) > 1:
         raise _Wrong("protect excludes everything else")
     return found
@@ -566,7 +575,7 @@ def _made(
 def _key(value: Any, names: Mapping[str, Facts], interned: dict[Facts, Facts]) -> Facts:
     if type(value) is str:
         if value not in names:
-            raise BadSnapshot("key", f"no entry of keys is named {value!r}")
+            raise BadSnapshot("key", f"no entry of keys is named {_quoted(value)}")
         return names[value]
     if type(value) is not dict:
         raise BadSnapshot("key", f"expected the name of an entry of keys, or an object, not {_shown(value)}")
@@ -590,5 +599,5 @@ def _unique(what: str, items: tuple[Any, ...]) -> dict[str, int]:
     known: dict[str, int] = {}
     for index, item in enumerate(items):
         if known.setdefault(item.name, index) != index:
-            raise BadSnapshot(f"{what}[{index}].name", f"{item.name!r} is already {what}[{known[item.name]}]")
+            raise BadSnapshot(f"{what}[{index}].name", f"{_quoted(item.name)} is already {what}[{known[item.name]}]")
     return known

@@ -37,8 +37,11 @@ def wrong(values: Mapping[str, Any], spec: Mapping[str, Any], node: str) -> list
     :param spec: their argument spec, as of :func:`of_roles`
     :param node: the name the inventory has for the node
     """
-    checked = ArgumentSpecValidator({name: dict(spec[name]) for name in values}).validate(_plain(values))
-    found = list(checked.error_messages)
+    texts = [name for name, value in values.items() if isinstance(value, str) and spec[name].get("elements") == "dict"]
+    rest = {name: value for name, value in values.items() if name not in texts}
+    checked = ArgumentSpecValidator({name: dict(spec[name]) for name in rest}).validate(_plain(rest))
+    found = [f"{name} is text and not a list: give it as JSON, -e '{{\"{name}\": [...]}}'" for name in texts]
+    found += checked.error_messages
     if not _PLAIN.match(node):
         found.append(
             f"the inventory calls it '{node}', which a command line would misread; "

@@ -42,6 +42,10 @@ SPEC = {
         ({"gpu_state_dir": "var"}, ["gpu_state_dir is 'var', expected an absolute path"]),
         ({"gpu_driver_reboot": "perhaps", "gpu_lock_ttl": -1}, ["gpu_driver_reboot", "gpu_lock_ttl is -1"]),
         ({"gpu_workloads": [{"nmae": "x"}]}, ["gpu_workloads.nmae"]),
+        (
+            {"gpu_workloads": "[{'name': 'x'}]", "gpu_lock_ttl": ""},
+            ["gpu_workloads is text and not a list: give it as JSON, -e '{\"gpu_workloads\": [...]}'", "gpu_lock_ttl"],
+        ),
     ],
 )
 def test_wrong_settings(values: dict[str, Any], told: list[str]) -> None:

@@ -8,7 +8,6 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Optional
@@ -34,7 +33,7 @@ class Group:
         self.gpu_models = {model.nodes[node].gpu_model for node in nodes}
         self.free = sum(model.nodes[node].free.get("gpu", 0) for node in nodes)
         self.cost = sum([model.items[item].early for item in self.items])
-        self.late = any([model.items[item].end < inf for item in self.items])
+        self.late = any(model.items[item].end < inf for item in self.items)
         self.due = any(is_due(model.nodes[node]) for node in nodes)
         self.classes = {model.classes.of[node] for node in nodes}
         self.uses: dict[Use, int] = {}

@@ -28,13 +28,15 @@ SPARE_WEIGHT = 0.25
 class Item:
     """A workload, or one member of a workload that is no gang: what gets one fate.
 
-    ``end`` is the time at which it ends by itself (``inf`` if unknown), ``pause`` the seconds a move takes, ``cold``
-    the GPU-seconds a cold start loses, ``early`` those it loses if its node's turn comes while it runs, ``idle`` its
-    GPUs weighed as idle ones are: those it keeps from standing idle. One that ``saves_itself`` may move to an upgraded
-    node.
+    ``end`` is the time at which it ends by itself (``inf`` if unknown), ``pause`` the seconds a move takes, ``again``
+    those it takes to do again what a cold start loses, ``cold`` the GPU-seconds a cold start loses in all, ``early``
+    those it loses if its node's turn comes while it runs, ``idle`` its GPUs weighed as idle ones are: those it keeps
+    from standing idle. One that ``saves_itself`` may move to an upgraded node, and goes on from its save wherever it
+    starts: it loses no more than the time for that.
     """
 
     __slots__ = (
+        "again",
         "cold",
         "early",
         "end",
@@ -65,9 +67,10 @@ class Item:
         self.idle = gpus
         self.end = inf if workload.remaining is None else workload.remaining
         self.pause = workload.capture + workload.restore
-        self.cold = gpus * (workload.start_cost + workload.at_risk)
         self.movable = MOVE in may and bool(workload.backends)
         self.saves_itself = self.movable and saves_itself(workload.backends)
+        self.again = min(workload.at_risk, self.pause) if self.saves_itself else workload.at_risk
+        self.cold = gpus * (workload.start_cost + self.again)
         self.waitable = WAIT in may or not may - {"protect"}
         self.restartable = RESTART in may
         self.frozen_by: str | None = None

@@ -391,12 +391,12 @@ def _warnings(model: Model, batches: Sequence[Batch], has_canary: bool, cold: Ma
     """What may not be as it was meant. ``cold`` is how often each workload starts cold."""
     policy, nodes = model.policy, model.nodes
     warnings: list[str] = []
-    if has_canary and isinstance(policy.canary, int):
-        have = Counter(str(nodes[model.number[name]].gpu_model) for name in batches[0].nodes)
+    if batches and isinstance(policy.canary, int):
+        have = Counter(str(nodes[model.number[name]].gpu_model) for name in batches[0].nodes if has_canary)
         wanting = Counter(str(nodes[model.number[name]].gpu_model) for batch in batches for name in batch.nodes)
         warnings.extend(
             f"{have[name] or 'no'} canary of {name} and not {min(policy.canary, number)}: one node more there would "
-            "exceed max_unavailable, max_per_domain, max_pending or a budget"
+            "exceed max_unavailable, max_per_domain, max_pending or a budget, or all others are in the reserve"
             for name, number in sorted(wanting.items())
             if have[name] < min(policy.canary, number)
         )
@@ -429,9 +429,7 @@ def _beyond_budgets(model: Model, batches: Sequence[Batch]) -> list[str]:
     return found
 
 
-def _notes(
-    model: Model, batches: Sequence[Batch], blocked: Mapping[str, str], cold: Mapping[str, int]
-) -> list[str]:
+def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str], cold: Mapping[str, int]) -> list[str]:
     notes = []
     if batches:
         must = [f for f in batches[0].fates if f.fate in (WAIT, MOVE)]
@@ -442,7 +440,8 @@ def _notes(
             notes.append(f"and so must {len(must) - 5} more: see the plan's JSON")
     finish = batches[-1].ends if batches else 0.0
     started = [item for item in model.items if item.name in cold]
-    saved = [item for item in started if item.movable]
+    again = [item for item in started if item.saves_itself]
+    saved = [item for item in started if item.movable and not item.saves_itself]
     lasting = [item for item in saved if item.end > finish]
     if lasting:
         notes.append(
@@ -456,7 +455,9 @@ def _notes(
             f"{_counted(others)} could be saved but start cold, for want of old-driver room or as that loses less; "
             f"more free GPUs there{longer} may save them: {_named(others)}"
         )
-    if len(started) > len(saved):
+    if again:
+        notes.append(f"{_counted(again)} start again from what they save themselves: {_named(again)}")
+    if len(started) > len(saved) + len(again):
         others = [item for item in started if not item.movable]
         notes.append(f"{_counted(others)} start cold as nothing could save them: {_named(others)}")
     if blocked:
@@ -475,11 +476,11 @@ def _counted(items: Sequence[Item]) -> str:
 def blocked_reason(model: Model, item: Item) -> str:
     """Why an item cannot be taken off its nodes, and what would help."""
     may = item.workload.may
-    ends = (
-        "has no known end"
-        if item.end == inf
-        else f"ends in {item.end / 3600:.1f} h, beyond the longest wait of {model.policy.max_wait / 3600:.1f} h"
-    )
+    ends = "has no known end" if item.end == inf else f"ends in {item.end / 3600:.1f} h"
+    if model.policy.max_wait < item.end < inf:
+        ends += f", beyond the longest wait of {model.policy.max_wait / 3600:.1f} h"
+    elif item.end < inf:
+        ends += ", longer than any window lets a batch wait" if item.waitable else ", may not be waited for"
     if PROTECT in may or not may:
         return f"{item.name} is protected and {ends}: let it end, or let it move or restart"
     if MOVE not in may and RESTART not in may:

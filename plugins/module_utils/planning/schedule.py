@@ -10,7 +10,8 @@ What a fate loses, in GPU-seconds (``g`` GPUs):
                 for work that stays at home: it moves back when its node is
 ``wait``        nothing of its own, but the GPUs of the batch that stand idle meanwhile (a quarter if nobody queues):
                 until the wait is over, or as with ``stay`` where queued work is known to fill gaps
-``cold_start``  g x (start + progress at risk), and g x swap more if it has to wait for its own node to come back
+``cold_start``  g x (start + progress at risk), and g x swap more if it has to wait for its own node to come back;
+                work that saves itself loses no more progress than its save takes, and its return to it
 ``stay``        nothing: it ends before its node's turn; queued work that would outlast that turn is not let in then,
                 so its GPUs stand idle for up to half of what the short ones among such work take
 
@@ -335,7 +336,7 @@ class _Walk:
         """What a cold start loses: no more progress than there was time for since the last one."""
         if index not in self.started:
             return item.cold
-        return item.gpus * (item.workload.start_cost + min(item.workload.at_risk, now - self.started[index]))
+        return item.gpus * (item.workload.start_cost + min(item.again, now - self.started[index]))
 
     def _best_move(self, index: int, item: Item, now: float, cold: float) -> float:
         """What a move would lose at best, to the end."""

@@ -65,8 +65,9 @@ def test_a_fleet_that_cannot_be_upgraded_says_why(tmp_path: Path) -> None:
 def test_defaults_are_enough(tmp_path: Path) -> None:
     name = "gpu_snapshot=examples/fleets/training-97.json"
     command = ["ansible-playbook", "gpufleet.driver.plan", "-e", name, "-e", "gpu_driver_version=580.95.05"]
-    done = played(command, tmp_path)
+    done = played([*command, "-e", "gpu_batchsize=3"], tmp_path)
     assert done.returncode == 0, done.stdout
+    assert "this setting has no effect: gpu_batchsize (did you mean gpu_batch_size?)" in done.stdout
     assert len(json.loads((tmp_path / "gpu-upgrade-plan.json").read_text())["order"]) == 32
 
 
@@ -142,6 +143,7 @@ def test_a_plan_is_held_against_the_fleet_before_each_batch(
         ({"gpu_windows": [{"start": "22:00", "end": "22:05"}]}, "fits no maintenance window"),
         ({"gpu_windows": [{"start": "22:00", "end": "26:00"}]}, "'26:00' is not HH:MM"),
         ({"gpu_windows": [{"from": "22:00"}]}, "needs start and end"),
+        ({"gpu_forecast_failure": 2}, "gpu_forecast_failure: 2 is no chance from 0 to 1"),
         ({"gpu_start": "tonight", "gpu_windows": [{"start": "22:00", "end": "23:00"}]}, "'tonight' is not a time"),
         ({"gpu_models": ["NVIDIA L4"]}, "nothing to upgrade"),
         ({"gpu_unsupported_models": ["NVIDIA H100 80GB HBM3"]}, "580.95.05 does not support the GPU"),

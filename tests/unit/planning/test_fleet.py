@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,19 @@ def test_file_that_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(fleet.BadSnapshot, match="is not JSON"):
         fleet.read(str(path))
+
+
+def test_what_may_have_no_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fleet.json")
+    for path in (str(tmp_path / "fleet.json"), "/dev/zero", str(tmp_path)):
+        with pytest.raises(fleet.BadSnapshot, match=f"{path}: is no plain file"):
+            fleet.read(path)
+
+
+def test_a_long_name_is_not_told_in_full() -> None:
+    with pytest.raises(fleet.BadSnapshot) as caught:
+        fleet.parse(changed("nodes", [{"name": "a" * 10_000}, {"name": "a" * 10_000}]))
+    assert len(str(caught.value)) < 200
 
 
 def test_a_byte_order_mark_is_no_matter(tmp_path: Path) -> None:

@@ -387,6 +387,18 @@ def test_work_that_saves_itself_goes_on_at_an_upgraded_node(backends: tuple[str,
         assert seen.safe and not seen.changes and fate_of(again, "w").to == ("b",)
 
 
+@pytest.mark.parametrize(("backends", "again"), [(("slurm",), 120.0), (("cuda_criu",), 7200.0)])
+def test_work_that_saves_itself_goes_on_from_its_save_at_its_own_node(backends: tuple[str, ...], again: float) -> None:
+    """No other node has room: it loses the time without its node, and what save and start take, not its progress."""
+    work = workload("w", "n0", gpus=8, backends=backends, at_risk=7200.0)
+    made = plan.make(fleet_of(1, work, free={"gpu": 0}), Policy(NEW))
+    assert fate_of(made, "w").lost == 8 * (60.0 + again + 480.0)
+    told = "1 workload (8 GPUs) start again from what they save themselves: w"
+    assert (told in made.notes) is (backends == ("slurm",))
+    peer = forecast.forecast_peer("operator", fleet_of(1, work, free={"gpu": 0}), Policy(NEW), made)
+    assert peer.runs[0].lost["cold_starts"] == 8 * 7260.0
+
+
 def test_work_that_saves_itself_leaves_old_driver_room_to_what_needs_it() -> None:
     """Both have to leave for good, and one free node keeps its driver: it is for the one that nothing else saves."""
     nodes = (
