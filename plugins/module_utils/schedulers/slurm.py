@@ -148,7 +148,7 @@ class Slurm(Scheduler):
             back, broken = self._fit(ours, self._clock() + self._slurm.timeout)
             self._forget_proofs(back)
             if back:
-                self._jobs.keep_off(back)
+                self._jobs.before_return(back)
             broken.update(self._resume(back, self._clock() + self._slurm.timeout))
             broken.update(unproven)
             broken.update({name: _unfit(known[name]) for name in before if "INVALID_REG" in known[name].state})

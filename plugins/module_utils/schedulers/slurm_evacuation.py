@@ -304,7 +304,13 @@ class Evacuation:
         job = members[0]
         now, off = int(self._clock()), ",".join(dict.fromkeys(node for member in members for node in member.nodes))
         message = f"{off} gets another NVIDIA driver, and this job {step.why}"
+        before = slurm_jobs.token(job.admin_comment)
+        own = job.constraint
         note = Token(mark.run_id, "done", now)
+        if before and slurm_jobs.is_bound(job, before):
+            # moved before, and still bound to the driver of that time: whatever becomes of it now, that is ours to undo
+            own = before.was
+            note = replace(note, feature=before.feature, was=before.was)
         if step.do == "signal":
             said = slurm_jobs.declared(job)
             note = replace(note, step="asked", seen=self._look(said.saved))
@@ -316,10 +322,9 @@ class Evacuation:
         acts: list[tuple[str, ...]]
         if step.do == "hold":
             feature = f"{slurm_jobs.DRIVER_FEATURE}{version}" if version else ""
-            if feature and slurm_jobs.bound(job.constraint, feature) is None:
-                feature = ""
-            was = job.constraint if feature else ""
-            note = replace(note, step="held", feature=feature, was=was, off=off)
+            if feature and slurm_jobs.bound(own, feature) is not None:
+                note = replace(note, feature=feature, was=own)
+            note = replace(note, step="held", off=off)
             acts = [("scontrol", "requeuehold", "incomplete", job.id)]
         elif step.do == "requeue":
             note = replace(note, off=off)
@@ -378,19 +383,36 @@ class Evacuation:
         if noted.step == "held":
             constraint = slurm_jobs.bound(noted.was, noted.feature) if noted.feature else None
             said = self._let_go(job, constraint)
+            if said and not said.ok and noted.feature and noted.feature not in self._features():
+                # slurmctld has forgotten it meanwhile: better unbound than held
+                constraint = noted.was if slurm_jobs.is_bound(job, noted) else None
+                noted = replace(noted, feature="", was="")
+                said = self._let_go(job, constraint)
             if said and not said.ok:
                 return
-            message = "this job was put back into the queue, because its node gets another NVIDIA driver"
-            text = slurm_jobs.with_token(text, message, replace(noted, step="done"))
+            text = self._back(job, replace(noted, step="done"))
         words = [f"admincomment={text}", *(["starttime=now"] if hurry else [])]
         self._slurm.change("scontrol", "update", f"jobid={job.id}", *words)
 
+    def _back(self, job: Job, noted: Token) -> str:
+        """The AdminComment of a job that waits in the queue again."""
+        message = "this job was put back into the queue, because its node gets another NVIDIA driver"
+        if noted.feature:
+            message += (
+                f"; it waits for nodes with {noted.feature}, and if there are none any more: "
+                f"scontrol update jobid={job.shown} features={noted.was}"
+            )
+        return slurm_jobs.with_token(job.admin_comment, message, noted)
+
+    def _features(self) -> set[str]:
+        return {feature for node in self._slurm.nodes().values() for feature in node.active}
+
     def _free(self, job: Job, noted: Token) -> Completed:
         """Make a job in the queue as it was before us."""
-        if noted.step == "held" or noted.feature:
-            said = self._let_go(job, noted.was if noted.feature else None, held=noted.step == "held")
-            if said and not said.ok:
-                return said
+        constraint = noted.was if slurm_jobs.is_bound(job, noted) else None
+        said = self._let_go(job, constraint, held=noted.step == "held")
+        if said and not said.ok:
+            return said
         text = slurm_jobs.without_token(job.admin_comment)
         return self._slurm.change("scontrol", "update", f"jobid={job.id}", f"admincomment={text}")
 
@@ -404,13 +426,28 @@ class Evacuation:
             said = self._slurm.change("scontrol", "release", job.id)
         return said
 
-    def keep_off(self, names: Collection[str]) -> None:
-        """Before ``names`` go back to work: no job in the queue may come to a node that it was taken off just now."""
+    def before_return(self, names: Collection[str]) -> None:
+        """Before ``names`` go back to work, with the features that they have now: no job in the queue may come to one
+        that it was taken off just now, or wait for a driver that no node has any more."""
         noted = [
             (job, found)
             for job in self._slurm.jobs(each_task=True)
             if job.state == "PENDING" and (found := slurm_jobs.token(job.admin_comment))
         ]
+        self._loosen([(job, found) for job, found in noted if slurm_jobs.is_bound(job, found)])
+        self._keep_off(names, noted)
+
+    def _loosen(self, tied: Sequence[tuple[Job, Token]]) -> None:
+        features = self._features() if tied else set()
+        for job, found in tied:
+            if found.feature not in features:
+                words = [f"features={found.was}", f"admincomment={self._back(job, replace(found, feature='', was=''))}"]
+                self._slurm.change("scontrol", "update", f"jobid={job.id}", *words)
+            elif job.reason == slurm_jobs.BAD_CONSTRAINTS:
+                # the feature was forgotten for a while; Slurm takes the job up again only if it is told anew
+                self._slurm.change("scontrol", "update", f"jobid={job.id}", f"features={job.constraint}")
+
+    def _keep_off(self, names: Collection[str], noted: Sequence[tuple[Job, Token]]) -> None:
         near = [(job, found) for job, found in noted if set(found.off.split(",")) & set(names)]
         if not near:
             return

@@ -157,6 +157,10 @@ def with_token(admin_comment: str, message: str, noted: Token) -> str:
     return f"{others} | {text}" if others else text
 
 
+BAD_CONSTRAINTS = "BadConstraints"
+"""The reason of a job that wants a feature which no node has. Slurm then gives it no priority, and does not take it up
+again if the feature comes back, until its constraint is set, even if to the same."""
+
 _REQUEUED_HELD = "job requeued in held state"
 """The reason that ``scontrol requeuehold`` gives a job, also after a restart of slurmctld."""
 
@@ -175,6 +179,19 @@ def bound(constraint: str, feature: str) -> str | None:
 
 _OUR_FEATURE = re.compile(rf"{DRIVER_FEATURE}\d[\d.]*")
 """A site may have others, as ``driver-lts``."""
+
+
+def is_bound(job: Job, noted: Token) -> bool:
+    """Whether the job has a constraint that we gave it, with this driver or, if we died since, that of a move before.
+    Its owner may have set another meanwhile."""
+    own, dummy, last = job.constraint.rpartition("&")
+    return bool(noted.feature) and own == noted.was and bool(_OUR_FEATURE.fullmatch(last))
+
+
+def own_constraint(job: Job) -> str:
+    """The job's constraint without what we added to it when we moved it."""
+    noted = token(job.admin_comment)
+    return noted.was if noted and is_bound(job, noted) else job.constraint
 
 
 def version_of(node: Node) -> str | None:
@@ -314,7 +331,9 @@ def held_by_nobody(jobs: Iterable[Job]) -> list[str]:
 
 def still_bound(jobs: Iterable[Job]) -> list[str]:
     """The jobs on nodes that we bound to a driver: Slurm lets nobody change that before they are in the queue again."""
-    bound_to = [(job, found) for job in jobs if job.on_node and (found := token(job.admin_comment)) and found.feature]
+    bound_to = [
+        (job, found) for job in jobs if job.on_node and (found := token(job.admin_comment)) and is_bound(job, found)
+    ]
     return [
         f"{called(job)} of {job.user} still runs bound to nodes with {found.feature}; if it comes back to the queue "
         f"when there are none: scontrol update jobid={job.shown} features={found.was}"
@@ -430,8 +449,9 @@ def _workload(
     may = frozenset.intersection(*(allowed(member, policy, shared) for member in members)) or frozenset((fleet.WAIT,))
     ends = [member.ends for member in members if member.ends and (member.limit or 0) < _A_YEAR]
     requires = {f"partition.{job.partition}": ("true",)} if job.partition and "," not in job.partition else {}
-    if _SIMPLE.fullmatch(job.constraint):
-        requires.update((f"feature.{feature}", ("true",)) for feature in job.constraint.split("&"))
+    constraint = own_constraint(job)
+    if _SIMPLE.fullmatch(constraint):
+        requires.update((f"feature.{feature}", ("true",)) for feature in constraint.split("&"))
     return fleet.Workload(
         name=name,
         members=tuple(
@@ -450,7 +470,7 @@ def _workload(
     )
 
 
-_NOT_FOR_ROOM = ("Dependency", "BeginTime", "JobHeld", "Assoc", "QOS", "Licenses", "BadConstraints", "Partition")
+_NOT_FOR_ROOM = ("Dependency", "BeginTime", "JobHeld", "Assoc", "QOS", "Licenses", BAD_CONSTRAINTS, "Partition")
 """How the reasons of jobs begin that would not start if GPUs were free."""
 
 

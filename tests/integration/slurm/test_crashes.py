@@ -57,6 +57,24 @@ def test_no_job_is_lost_or_held_for_ever(slurm: Cluster, changes: int) -> None:
     assert int(slurm.text(name)) > 0
 
 
+def test_a_driver_that_slurmctld_forgets_before_work_is_bound_to_it_holds_nothing(slurm: Cluster) -> None:
+    """We die when the job is held and noted to be bound; meanwhile slurmctld is started again."""
+    job = slurm.counter("forgot", node="gpu-1")
+    slurm.running(job)
+    until(lambda: int(slurm.text("forgot.now") or 0) > 1, "a step")
+    slurm.backend(versions=dict.fromkeys(slurm.names, OLD)).cordon(["gpu-1"], R1)
+    fates = [Fate(f"job {job}", "move")]
+    with pytest.raises(Died):
+        mortal(slurm, 4).evacuate(["gpu-1"], R1, fates, time.time() + 3600, 30)
+    until(lambda: slurm.job(job).state == "PENDING", "it is held in the queue")
+    assert slurm.job(job).held and f"feature=driver-{OLD}" in slurm.job(job).admin_comment
+    slurm.lab("stop", "slurmctld")
+    slurm.lab("start", "slurmctld")
+    result = slurm.backend().evacuate(["gpu-1"], R1, fates, time.time() + 3600, 30)["gpu-1"]
+    assert not result.failed and not result.waiting
+    assert not slurm.job(job).held and slurm.job(job).constraint == ""
+
+
 class Deaf(Commands):
     def change(self, *words: str, timeout: float | None = None) -> Completed:
         said = super().change(*words, timeout=timeout)

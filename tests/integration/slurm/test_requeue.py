@@ -230,6 +230,58 @@ def test_settling_frees_work_that_was_bound_to_the_old_driver(slurm: Cluster) ->
     assert slurm.backend().settle(R1) == []
 
 
+@pytest.mark.each_release
+def test_work_that_moves_twice_is_bound_to_one_driver_and_free_in_the_end(slurm: Cluster) -> None:
+    slurm.drain("gpu-2", "gpu-3", "gpu-4")
+    job = slurm.counter("twice", "--constraint=lab")
+    assert slurm.running(job).nodes == ("gpu-1",)
+    until(lambda: slurm.text("twice.now"), "a step")
+    slurm.sh("scontrol", "update", "nodename=gpu-2", "state=resume")
+    slurm.backend(versions={"gpu-1": OLD, "gpu-2": OLD}).cordon(["gpu-1"], R1)
+    slurm.empty(["gpu-1"], R1, fate="move", to=("gpu-2",))
+    assert slurm.running(job).nodes == ("gpu-2",) and slurm.job(job).constraint == f"lab&driver-{OLD}"
+    until(lambda: len(slurm.text("twice.log").splitlines()) == 2, "it goes on")
+    slurm.backend(versions={"gpu-1": NEW}).uncordon(["gpu-1"], R1)
+    slurm.backend().cordon(["gpu-2"], R1)
+    slurm.empty(["gpu-2"], R1, fate="move", to=("gpu-1",))
+    there = slurm.running(job)
+    assert there.nodes == ("gpu-1",) and there.constraint == f"lab&driver-{NEW}"
+    # the end of the run: Slurm lets nobody change what runs, so whoever cares is told
+    command = f"scontrol update jobid={job} features=lab"
+    assert slurm.backend().settle(R1) == [] and command in slurm.backend().doubtful()[0]
+    assert command in slurm.job(job).admin_comment
+    # later it comes back to the queue, when slurmctld has forgotten the feature: it would wait for ever
+    slurm.sh("scontrol", "reconfigure")
+    until(lambda: slurm.node("gpu-1").active == ("lab",), "the configuration is read")
+    slurm.sh("scontrol", "requeue", job)
+    until(lambda: slurm.job(job).state == "PENDING", "it is in the queue")
+    slurm.sh("scontrol", "update", f"jobid={job}", "starttime=now")
+    until(lambda: (slurm.job(job).reason, slurm.job(job).held) == ("BadConstraints", True), "Slurm gives it up")
+    assert slurm.backend().settle(R2) == [f"constraint driver-{NEW} of job {job} of root"]
+    assert slurm.running(job).constraint == "lab" and slurm.job(job).admin_comment == ""
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["the feature is set again", "no node has that driver any more"])
+def test_work_that_waits_for_a_driver_is_taken_up_again_when_nodes_are_back(slurm: Cluster, again: bool) -> None:
+    """slurmctld forgets the features while it is in the queue, and Slurm then puts it aside."""
+    slurm.drain("gpu-2", "gpu-3", "gpu-4")
+    job = slurm.counter("waits")
+    slurm.running(job)
+    until(lambda: slurm.text("waits.now"), "a step")
+    slurm.backend(versions=dict.fromkeys(slurm.names, OLD)).cordon(["gpu-1"], R1)
+    slurm.empty(["gpu-1"], R1, fate="move")
+    assert slurm.job(job).constraint == f"driver-{OLD}"
+    slurm.sh("scontrol", "reconfigure")
+    until(lambda: slurm.node("gpu-4").active == ("lab",), "the configuration is read")
+    slurm.sh("scontrol", "update", "nodename=gpu-4", "state=resume")
+    until(lambda: slurm.job(job).reason == "BadConstraints", "Slurm gives it up")
+    slurm.backend(versions={"gpu-1": NEW, **({"gpu-2": OLD} if again else {})}).uncordon(["gpu-1"], R1)
+    if again:
+        slurm.sh("scontrol", "update", "nodename=gpu-2", "state=resume")
+    found = slurm.running(job, 60)
+    assert found.constraint == (f"driver-{OLD}" if again else "") and (found.nodes == ("gpu-2",)) == again
+
+
 @pytest.mark.parametrize("after", ["requeuehold", "the note"])
 def test_work_held_when_a_run_died_is_let_go(slurm: Cluster, after: str) -> None:
     job = slurm.counter("e", node="gpu-1")

@@ -246,11 +246,20 @@ def test_a_job_that_we_may_have_held_is_named_with_the_way_out(job: Job, named: 
 
 
 def test_a_job_that_still_runs_bound_to_a_driver_is_named_with_the_way_out() -> None:
-    moved = noted(SAVER, Token("r1", "done", 1, feature="driver-1", was="a&b"))
-    jobs = [moved, noted(SAVER, Token("r1", "done", 1)), replace(moved, state="PENDING", nodes=())]
+    moved = replace(noted(SAVER, Token("r1", "done", 1, feature="driver-1", was="a&b")), constraint="a&b&driver-1")
+    changed = replace(moved, constraint="a100")
+    jobs = [moved, changed, noted(SAVER, Token("r1", "done", 1)), replace(moved, state="PENDING", nodes=())]
     assert [line.rpartition(": ")[2] for line in slurm_jobs.still_bound(jobs)] == [
         "scontrol update jobid=3_1 features=a&b"
     ]
+
+
+def test_what_we_bound_a_moved_job_to_is_no_wish_of_its_owner() -> None:
+    note = Token("r1", "done", 1, feature="driver-535.1", was="lab")
+    moved = replace(noted(SAVER, note), constraint="lab&driver-535.1")
+    assert slurm_jobs.own_constraint(moved) == "lab"
+    assert slurm_jobs.own_constraint(replace(moved, admin_comment="")) == "lab&driver-535.1"
+    assert slurm_jobs.own_constraint(replace(moved, constraint="lab&driver-lts")) == "lab&driver-lts"
 
 
 def test_a_drain_to_whose_reason_somebody_added_words_is_not_ours() -> None:
