@@ -29,7 +29,9 @@ extends_documentation_fragment:
 attributes:
   check_mode:
     support: full
-    details: Processes that hold the driver are not looked for, since the clients to be stopped are still among them.
+    details:
+      - Nothing is stopped, so processes that hold the driver do not fail the task. Those that are not among the clients
+        that would be stopped are warned of, as RV(findings) of C(modules.held).
   diff_mode:
     support: full
   idempotent:
@@ -237,9 +239,18 @@ def acts(params: Mapping[str, Any], journal: Journal, check: bool) -> swap.Acts:
             return swap.Done()  # the driver on its way out is not the one whose settings count
         return of(settings.save(journal, SETTINGS_SECONDS, time.time()))
 
+    stopped: set[str] = set()
+
     def stop() -> swap.Done:
         done = services.stop(params["extra_units"], params["keep"], params["service_timeout"], check=check)
+        stopped.update(done["stopped"], done["detached"])
         return swap.Done(done["changed"], done)
+
+    def unload() -> swap.Done:
+        done = module_state.unloaded(kernel, journal, census, wait=ENDING_SECONDS, check=check)
+        if check and done.changed:
+            done.findings += module_state.foreseen(holders.take(run=run), stopped)
+        return of(done)
 
     def start() -> swap.Done:
         done = services.restore(params["service_timeout"], check=check)
@@ -249,7 +260,7 @@ def acts(params: Mapping[str, Any], journal: Journal, check: bool) -> swap.Acts:
         prepare=packages.prepare,
         save=save,
         stop=stop,
-        unload=lambda: of(module_state.unloaded(kernel, journal, census, wait=ENDING_SECONDS, check=check)),
+        unload=unload,
         packages=packages.move,
         load=lambda: of(module_state.loaded(kernel, journal, check=check)),
         restore=lambda: of(settings.restore(journal, SETTINGS_SECONDS, time.time(), check=check)),

@@ -9,11 +9,11 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, Finding
+from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, WARNING, Finding
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import kernel_modules
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.holders import Census, Holder
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.kernel_modules import (
@@ -117,6 +117,23 @@ def unloaded(
         result.findings += [finding for finding in again.findings if finding not in result.findings]
         result.error = _sentences([*outcome.findings, *again.findings], again.processes)
     return result
+
+
+def foreseen(seen: Census, stopped: Collection[str]) -> list[Finding]:
+    """Who would keep the driver from being unloaded, once the units ``stopped`` and MPS are down: for check mode, in
+    which nothing is. Work may still be stopped by somebody before the real run, so these are warnings."""
+    return [
+        Finding(
+            "modules.held",
+            WARNING,
+            f"{holder.title} has {', '.join(holder.devices) or 'the driver'} open; unless it has ended by then, the "
+            f"driver will not be unloaded: {' '.join(holder.release.argv) or holder.release.advice}",
+            holder.as_dict(),
+            " ".join(holder.release.argv) or holder.release.advice,
+        )
+        for holder in seen.processes
+        if holder.process and holder.process.owner.unit not in stopped and not holder.name.startswith("nvidia-cuda-mps")
+    ]
 
 
 def _why_not(seen: Census) -> str:

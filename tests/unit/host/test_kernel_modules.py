@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders, kernel_modules, module_state
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import (
+    holders,
+    identity,
+    kernel_modules,
+    module_state,
+)
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.kernel_modules import (
     KernelModules,
     family,
@@ -210,6 +215,30 @@ def test_check_mode_only_tells(made: MadeKernel, journal: Journal) -> None:
     result = unloaded(made, journal, check=True)
     assert result.changed and [action.module for action in result.actions][-1] == "nvidia" and result.after == {}
     assert made.ran == [] and made.loaded == ALL and journal.before("modules") is None
+
+
+def test_check_mode_names_who_would_keep_the_driver_once_its_clients_are_stopped() -> None:
+    def holder(pid: int, name: str, unit: str | None) -> holders.Holder:
+        release = holders.Release(f"stop {unit or name}", ("systemctl", "stop", unit) if unit else ())
+        person = identity.Identity(pid, (pid,), 1, pid, pid, name, name, "S", "root", None, identity.Owner(unit=unit))
+        return holders.Holder(holders.WORKLOAD, name, ("/dev/nvidia0",), (), release, process=person)
+
+    census = holders.Census(
+        {},
+        (),
+        (
+            holder(40, "gpu-counter", "gpu-counter.service"),
+            holder(41, "nv-hostengine", "nvidia-dcgm.service"),
+            holder(42, "nvidia-cuda-mps-server", None),
+            holder(43, "python", None),
+        ),
+    )
+    found = module_state.foreseen(census, {"nvidia-dcgm.service"})
+    assert [(finding.level, finding.evidence["pid"], finding.next) for finding in found] == [
+        ("warning", 40, "systemctl stop gpu-counter.service"),
+        ("warning", 43, "stop python"),
+    ]
+    assert found[0].message.startswith("PID 40 gpu-counter (gpu-counter.service) has /dev/nvidia0 open; unless it has")
 
 
 def test_a_holder_stops_it_before_anything_is_touched(made: MadeKernel, journal: Journal) -> None:
