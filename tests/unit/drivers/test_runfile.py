@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
+import subprocess
+import tarfile
 
 import pytest
 
+from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import install, runfile
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import SourceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.runfile import Runfile
@@ -74,39 +78,88 @@ def test_how_the_installer_is_run(tmp_path, version, flavour, dkms, tail):
     ]  # fmt: skip
 
 
+ARCHIVE = """\
+#!/bin/sh
+# a shell script with an archive behind it, which checks itself and runs what it unpacks, as makeself's do
+skip={skip}
+MD5={md5}
+where=$(mktemp -d) && trap 'rm -rf "$where"' EXIT
+if [ "$(tail -n +$skip "$0" | md5sum | cut -d' ' -f1)" != $MD5 ]; then
+  echo "Error in MD5 checksums: $MD5 is different" >&2
+  exit 2
+fi
+tail -n +$skip "$0" | tar -xf - -C "$where"
+cd "$where" && ./nvidia-installer "$@"
+exit $?
+"""
+INSTALLER = """\
+#!/bin/sh
+root={root}
+[ -e "$root/broken" ] || {{
+  echo "install {version}" >>"$root/done"
+  for word; do case $word in
+    --silent|--no-x-check|--no-nouveau-check|--kernel-name=*|--kernel-module-type=*|-m=kernel-open|--dkms) ;;
+    *) echo "ERROR: invalid option: $word" >"$root/var/log/nvidia-installer.log"; exit 1 ;;
+  esac; done
+  echo "installer version: {version}" >"$root/var/log/nvidia-installer.log"
+  echo {version} >"$root/module"
+  cp nvidia-uninstall "$root/usr/bin/"
+}}
+[ ! -e "$root/broken" ] || echo "ERROR: No compiler." >"$root/var/log/nvidia-installer.log"
+[ ! -e "$root/fails" ] && [ ! -e "$root/broken" ]
+"""
+UNINSTALLER = """\
+#!/bin/sh
+[ "$*" = --silent ] || exit 1
+echo uninstall >>{root}/done
+rm {root}/module "$0"
+"""
+
+
 class Machine:
-    """A machine whose installer and uninstaller do what NVIDIA's leave behind."""
+    """A machine with real installer files, which run and leave behind what NVIDIA's do; only the kernel's modinfo is
+    answered for. A file ``fails`` lets an installer end with a failure, ``broken`` also without a module."""
 
     def __init__(self, root, answers):
         self.root, self.answers = root, answers
-        self.module, self.installer_rc = OLD, 0
         (root / "usr/bin").mkdir(parents=True)
         (root / "var/log").mkdir(parents=True)
-        self.put(OLD)
-        self.done: list[str] = []
+        subprocess.run(["sh", self.file(OLD)[0], "--silent"], check=True)
+        (root / "done").unlink()
 
-    def put(self, version):
-        (self.root / "usr/bin/nvidia-uninstall").write_text("")
-        (self.root / "var/log/nvidia-installer.log").write_text(f"installer version: {version}\n")
-        self.module = version
+    @property
+    def done(self):
+        path = self.root / "done"
+        return path.read_text().splitlines() if path.exists() else []
 
     def file(self, version):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            for name, text in {"nvidia-installer": INSTALLER, "nvidia-uninstall": UNINSTALLER}.items():
+                data = text.format(root=self.root, version=version).encode()
+                member = tarfile.TarInfo(name)
+                member.size, member.mode = len(data), 0o755
+                archive.addfile(member, io.BytesIO(data))
+        md5 = hashlib.md5(packed.getvalue(), usedforsecurity=False).hexdigest()
+        head = ARCHIVE.format(skip=len(ARCHIVE.splitlines()) + 1, md5=md5)
         path = self.root / f"NVIDIA-Linux-x86_64-{version}.run"
-        path.write_text(f"installer of {version}")
+        path.write_bytes(head.encode() + packed.getvalue())
         return str(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
     def __call__(self, argv, *, timeout, env=None, stdin=None):
-        self.answers.set("modinfo", "-k", KERNEL, "-F", "version", out=f"{self.module}\n", rc=0 if self.module else 1)
-        self.answers.set("modinfo", "-k", KERNEL, "-F", "license", out="NVIDIA\n", rc=0 if self.module else 1)
-        if argv[0].endswith("nvidia-uninstall"):
-            self.done.append("uninstall")
-            (self.root / "usr/bin/nvidia-uninstall").unlink()
-            self.module = None
-            self.answers.set(argv[0])
-        if argv[0] == "sh":
-            self.done.append(f"install {runfile.file_version(argv[1].rpartition('/')[2])}")
-            self.put(runfile.file_version(argv[1].rpartition("/")[2]))
-            self.answers.set("sh", rc=self.installer_rc)
+        if argv[0] == "sh" or argv[0].endswith("nvidia-uninstall"):
+            return execution.run(argv, timeout=timeout)
+        path = self.root / "module"
+        self.answers.set(
+            "modinfo",
+            "-k",
+            KERNEL,
+            "-F",
+            "version",
+            out=path.read_text() if path.exists() else "",
+            rc=int(not path.exists()),
+        )
+        self.answers.set("modinfo", "-k", KERNEL, "-F", "license", out="NVIDIA\n", rc=int(not path.exists()))
         return self.answers(argv, timeout=timeout)
 
     def source(self, **options):
@@ -165,17 +218,32 @@ def test_a_pkg_10_without_the_old_installer_there_is_no_way_back(machine):
 def test_a_dkms_07_a_failure_status_with_the_right_modules_is_a_success(machine):
     file, checksum = machine.file(NEW)
     previous, dummy = machine.file(OLD)
-    machine.installer_rc = 1
+    (machine.root / "fails").touch()
     target = DriverVersion.parse(NEW)
     assert call(machine, install.bring, target, "auto", file=file, checksum=checksum, previous=previous).changed
 
 
-def test_a_failure_with_other_modules_is_one(machine, monkeypatch):
+def test_a_failure_with_other_modules_is_one(machine):
     file, checksum = machine.file(NEW)
     previous, dummy = machine.file(OLD)
-    machine.installer_rc = 1
-    monkeypatch.setattr(
-        machine, "put", lambda version: (machine.root / runfile._LOG).write_text("ERROR: No compiler.\n")
-    )
+    (machine.root / "broken").touch()
     with pytest.raises(SourceError, match=r"the installer of 550\.90\.07 failed: No compiler\."):
         call(machine, install.bring, DriverVersion.parse(NEW), "auto", file=file, checksum=checksum, previous=previous)
+    assert machine.done == ["uninstall"]
+    # and back: there is nothing to take away any more, and the old installer was kept
+    (machine.root / "broken").unlink()
+    assert call(machine, install.bring, None, "auto").after == {"NVIDIA-Linux": OLD}
+    assert machine.done == ["uninstall", f"install {OLD}"]
+
+
+def test_a_kept_installer_that_has_rotted_is_not_run(machine):
+    file, checksum = machine.file(NEW)
+    previous, dummy = machine.file(OLD)
+    target = DriverVersion.parse(NEW)
+    call(machine, install.bring, target, "auto", file=file, checksum=checksum, previous=previous)
+    for kept in machine.root.glob(f"state/**/NVIDIA-Linux-x86_64-{OLD}.run"):
+        data = kept.read_bytes()
+        kept.write_bytes(data[:-600] + b"x" + data[-599:])
+    with pytest.raises((install.Refused, SourceError)):
+        call(machine, install.bring, None, "auto")
+    assert machine.done == ["uninstall", f"install {NEW}"], "the driver that works is left alone"
