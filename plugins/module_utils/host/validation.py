@@ -565,7 +565,8 @@ def last_number(text: str) -> float | None:
 def dcgm_failures(text: str) -> list[str] | None:
     """Failed tests in the JSON of ``dcgmi diag -j`` (DCGM 3 and 4); None if ``text`` is not such JSON."""
     try:
-        tree = json.loads(text[text.index("{") :])
+        # warnings may stand before and after it
+        tree, dummy = json.JSONDecoder().raw_decode(text, text.index("{"))
     except ValueError:
         return None
     failed: list[str] = []

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
 from ansible_collections.gpufleet.driver.plugins.module_utils.findings import ERROR, OK, WARNING, Finding
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import cuda, facts, nvml, settings, validation
@@ -436,12 +437,12 @@ def test_settings_of_a_wedged_driver(host: Host) -> None:  # A-MOD-13
 # --- Validation ----------------------------------------------------------------------------------------------------
 
 
-def judge(host: Host, **wanted: object) -> validation.Verdict:
+def judge(host: Host, run: execution.Runner = nothing, **wanted: object) -> validation.Verdict:
     checks = ("versions", "gpus", "memory", "fabric", "settings", "modules", "compute", "performance")
     options = validation.Wanted(**{"checks": checks, "timeout": 20, **wanted})  # type: ignore[arg-type]
     ticks = iter(range(0, 10_000, 15))
     return validation.validate(
-        nothing, options, host.roots, host.cuda, pause=lambda seconds: None, clock=lambda: float(next(ticks))
+        run, options, host.roots, host.cuda, pause=lambda seconds: None, clock=lambda: float(next(ticks))
     )
 
 
@@ -486,6 +487,38 @@ def test_verdicts(host: Host, knobs: tuple[str, ...], wanted: dict[str, object],
     host.knobs(*knobs)
     verdict = judge(host, gpus=before, **wanted)
     assert (failed(verdict), verdict.act) == (checks, act)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ('echo \'{"DCGM Diagnostic": {"tests": [{"name": "pcie", "status": "Pass"}]}}\'', None),
+        ('echo \'{"DCGM Diagnostic": {"tests": [{"name": "pcie", "status": "Fail"}]}}\'; exit 226', "failures: pcie"),
+        ('echo \'{"DCGM Diagnostic": {"runtime_error": "no group"}}\'; exit 1', "rc 1"),
+        (
+            "echo 'Error: unable to establish a connection to the specified host: localhost' >&2; exit 1",
+            "unable to establish",
+        ),
+        ('rm "$0"; exit 127', "rc 127"),
+    ],
+    ids=["passes", "fails", "is not run", "no host engine", "no dcgmi"],
+)
+def test_dcgmi_is_run_at_the_level_asked_for(
+    host: Host, monkeypatch: pytest.MonkeyPatch, script: str, message: str | None
+) -> None:
+    program = host.root / "programs/dcgmi"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\n[ "$*" = "diag -r 2 -j" ] || exit 99\n{script}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+    def run(argv: list[str], *, timeout: float) -> Completed:
+        return (execution.run if argv[0] == "dcgmi" else nothing)(argv, timeout=timeout)
+
+    verdict = judge(host, run, checks=("dcgm",), dcgm_level=2)
+    (finding,) = [finding for finding in verdict.checks if finding.check == "validate.dcgm"]
+    assert finding.level == (ERROR if message else OK) and (message or "passed") in finding.message
+    assert verdict.ok == (message is None)
 
 
 def test_fewer_gpus_than_before(host: Host) -> None:  # A-OPEN-02

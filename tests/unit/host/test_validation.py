@@ -302,7 +302,37 @@ DCGM3 = {
         ]
     }
 }
-DCGM4 = {"DCGM Diagnostic": {"test_categories": [{"tests": [{"name": "pcie", "test_summary": {"status": "Fail"}}]}]}}
+DCGM4 = {
+    "DCGM Diagnostic": {
+        "test_categories": [
+            {
+                "category": "Integration",
+                "tests": [
+                    {
+                        "name": "pcie",
+                        "results": [
+                            {"entity_group": "GPU", "entity_group_id": 1, "entity_id": 0, "status": "Pass"},
+                            {
+                                "entity_group": "GPU",
+                                "entity_group_id": 1,
+                                "entity_id": 1,
+                                "status": "Fail",
+                                "warnings": [{"error_id": 46, "warning": "Bandwidth of GPU 1 is too low"}],
+                            },
+                        ],
+                        "test_summary": {"status": "Fail"},
+                    },
+                    {
+                        "name": "nvbandwidth",
+                        "results": [{"entity_id": 0, "status": "Skip"}],
+                        "test_summary": {"status": "Skip"},
+                    },
+                ],
+            }
+        ]
+    },
+    "entity_groups": [{"entities": [{"entity_id": 0}, {"entity_id": 1}], "entity_group": "GPU", "entity_group_id": 1}],
+}
 
 
 @pytest.mark.parametrize(
@@ -310,7 +340,7 @@ DCGM4 = {"DCGM Diagnostic": {"test_categories": [{"tests": [{"name": "pcie", "te
     [
         (json.dumps(DCGM3), ["GPU Memory"]),
         (json.dumps(DCGM4), ["pcie"]),
-        ('Warning: x\n{"DCGM Diagnostic": {"status": "Pass"}}', []),
+        ('Warning: x\n{"DCGM Diagnostic": {"status": "Pass"}}\nWarning: y {', []),
         ("Error: unable to connect", None),
     ],
     ids=["dcgm-3", "dcgm-4", "passed", "no-json"],
