@@ -3,8 +3,9 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """CPU of a snapshot of a real slurmctld with 5,000 nodes, over that of the bare commands, both with slurmctld's part.
 
-The bare commands only copy text; ours makes nodes, jobs and the planner's snapshot of it. The last figures leave out
-slurmctld.
+The bare commands only copy text; ours makes nodes, jobs and the planner's snapshot of it. ``floor`` is what is left if
+reading all that text cost nothing: the bare commands, the question whether slurmctld is there, the reservations, and
+one object of the planner for each node. The last figures leave out slurmctld.
 
 Nodes are records without a slurmd; arrays of jobs wait in the queue."""
 
@@ -20,7 +21,7 @@ from typing import Callable
 
 import slurm_lab
 
-from ansible_collections.gpufleet.driver.plugins.module_utils import execution
+from ansible_collections.gpufleet.driver.plugins.module_utils import execution, fleet
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm import Slurm
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.slurm_commands import Commands
 
@@ -68,8 +69,16 @@ def main() -> None:
             for argv in (["scontrol", "-o", "-d", "show", "node"], ["squeue", "--noheader", "--all"]):
                 subprocess.run(argv, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=60)
 
+        def least() -> None:
+            bare()
+            for argv in (["scontrol", "ping"], ["scontrol", "-o", "show", "reservation"]):
+                subprocess.run(argv, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=60)
+            with fleet.uncollected():
+                [fleet.Node(str(number)) for number in range(NODES)]
+
         backend = Slurm(Commands(execution.run, conf=conf))
         peer_clients, peer = cpu(conf, bare)
+        dummy, floor = cpu(conf, least)
         ours_clients, ours = cpu(conf, lambda: backend.snapshot([]))
         started = time.monotonic()
         snapshot = backend.snapshot([])
@@ -79,6 +88,7 @@ def main() -> None:
         "ratio": round(ours / peer, 2),
         "ours": round(ours, 3),
         "peer": round(peer, 3),
+        "floor": round(floor / peer, 2),
         "unit": "s CPU",
         "aim": AIM,
         "peer_is": "scontrol -o -d show node; squeue",
