@@ -39,7 +39,7 @@ def wrong(values: Mapping[str, Any], spec: Mapping[str, Any], node: str) -> list
     """
     texts = [name for name, value in values.items() if isinstance(value, str) and spec[name].get("elements") == "dict"]
     rest = {name: value for name, value in values.items() if name not in texts}
-    checked = ArgumentSpecValidator({name: dict(spec[name]) for name in rest}).validate(_plain(rest))
+    checked = ArgumentSpecValidator({name: dict(spec[name]) for name in rest}).validate(plain(rest))
     found = [f"{name} is text and not a list: give it as JSON, -e '{{\"{name}\": [...]}}'" for name in texts]
     found += checked.error_messages
     if not _PLAIN.match(node):
@@ -58,12 +58,12 @@ def wrong(values: Mapping[str, Any], spec: Mapping[str, Any], node: str) -> list
     return found
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The same without what Ansible keeps about each value, which the validator would copy again and again."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return str(value) if isinstance(value, str) else value
 
 

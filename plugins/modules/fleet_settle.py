@@ -57,32 +57,40 @@ doubtful:
 """
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpufleet.driver.plugins.module_utils import execution
+from ansible_collections.gpufleet.driver.plugins.module_utils import answers, execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import registry
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Mark, SchedulerError
 
+SPEC: dict[str, Any] = {
+    "argument_spec": {
+        **registry.ARGUMENTS,
+        "run_id": {"type": "str", "required": True},
+    },
+}
 
-def main() -> None:
-    module = AnsibleModule(
-        argument_spec={**registry.ARGUMENTS, "run_id": {"type": "str", "required": True}},
-        supports_check_mode=True,
-    )
-    p = module.params
+
+def answer(p: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
     try:
         scheduler = registry.get(p, execution.run)
-        removed = scheduler.settle(Mark(p["run_id"], time.time()), check=module.check_mode)
+        removed = scheduler.settle(Mark(p["run_id"], time.time()), check=check_mode)
         doubtful = scheduler.doubtful()
     except SchedulerError as exc:
-        module.fail_json(msg=str(exc))
-    module.exit_json(
-        changed=bool(removed),
-        removed=removed,
-        doubtful=doubtful,
-        diff={"before": "".join(f"{line}\n" for line in removed), "after": ""},
-    )
+        raise answers.Failed(str(exc)) from exc
+    return {
+        "changed": bool(removed),
+        "removed": removed,
+        "doubtful": doubtful,
+        "diff": {"before": "".join(f"{line}\n" for line in removed), "after": ""},
+    }
+
+
+def main() -> None:
+    answers.give(AnsibleModule(**SPEC, supports_check_mode=True), answer)
 
 
 if __name__ == "__main__":

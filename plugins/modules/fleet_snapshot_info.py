@@ -58,33 +58,39 @@ snapshot:
   returned: always
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpufleet.driver.plugins.module_utils import execution, fleet
+from ansible_collections.gpufleet.driver.plugins.module_utils import answers, execution, fleet
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import registry
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import SchedulerError, with_host_facts
 
+SPEC: dict[str, Any] = {
+    "argument_spec": {
+        **registry.ARGUMENTS,
+        "hosts": {"type": "list", "elements": "dict", "default": []},
+    },
+}
 
-def main() -> None:
-    module = AnsibleModule(
-        argument_spec={
-            **registry.ARGUMENTS,
-            "hosts": {"type": "list", "elements": "dict", "default": []},
-        },
-        supports_check_mode=True,
-    )
-    p = module.params
+
+def answer(p: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
     nameless = [host for host in p["hosts"] if not host.get("name")]
     if nameless:
-        module.fail_json(msg=f"an entry of hosts has no name: {nameless[0]}")
+        raise answers.Failed(f"an entry of hosts has no name: {nameless[0]}")
     options = p["scheduler_options"]
     options["holders"] = [*options["holders"], *(str(uid) for host in p["hosts"] for uid in host.get("pods") or ())]
     try:
         seen = registry.get(p, execution.run).snapshot([str(host["name"]) for host in p["hosts"]])
         snapshot = fleet.dump(with_host_facts(seen, p["hosts"], p["scheduler"]))
     except SchedulerError as exc:
-        module.fail_json(msg=str(exc))
-    module.exit_json(changed=False, snapshot=snapshot)
+        raise answers.Failed(str(exc)) from exc
+    return {"changed": False, "snapshot": snapshot}
+
+
+def main() -> None:
+    answers.give(AnsibleModule(**SPEC, supports_check_mode=True), answer)
 
 
 if __name__ == "__main__":

@@ -126,46 +126,51 @@ foreign_nodes:
 """
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpufleet.driver.plugins.module_utils import execution
+from ansible_collections.gpufleet.driver.plugins.module_utils import answers, execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import registry
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Mark, SchedulerError
 from ansible_collections.gpufleet.driver.plugins.module_utils.statefile import StateFileError
 
+SPEC: dict[str, Any] = {
+    "argument_spec": {
+        **registry.ARGUMENTS,
+        "state": {"type": "str", "choices": ["cordoned", "uncordoned"], "required": True},
+        "nodes": {"type": "list", "elements": "str", "required": True},
+        "run_id": {"type": "str", "required": True},
+        "ours": {"type": "list", "elements": "str", "default": []},
+    },
+}
 
-def main() -> None:
-    module = AnsibleModule(
-        argument_spec={
-            **registry.ARGUMENTS,
-            "state": {"type": "str", "choices": ["cordoned", "uncordoned"], "required": True},
-            "nodes": {"type": "list", "elements": "str", "required": True},
-            "run_id": {"type": "str", "required": True},
-            "ours": {"type": "list", "elements": "str", "default": []},
-        },
-        supports_check_mode=True,
-    )
-    p = module.params
+
+def answer(p: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
     try:
         scheduler = registry.get(p, execution.run)
         act = scheduler.cordon if p["state"] == "cordoned" else scheduler.uncordon
-        results = act(p["nodes"], Mark(p["run_id"], time.time()), check=module.check_mode)
+        results = act(p["nodes"], Mark(p["run_id"], time.time()), check=check_mode)
     except (SchedulerError, StateFileError) as exc:
-        module.fail_json(msg=str(exc))
-    module.exit_json(
-        changed=any(result.changed for result in results.values()),
-        nodes={node: result.as_dict() for node, result in results.items()},
-        failed_nodes=[node for node, result in results.items() if result.failed],
-        foreign_nodes=[node for node, r in results.items() if r.after and r.after.cordoned and not r.after.ours],
-        diff={
+        raise answers.Failed(str(exc)) from exc
+    return {
+        "changed": any(result.changed for result in results.values()),
+        "nodes": {node: result.as_dict() for node, result in results.items()},
+        "failed_nodes": [node for node, result in results.items() if result.failed],
+        "foreign_nodes": [node for node, r in results.items() if r.after and r.after.cordoned and not r.after.ours],
+        "diff": {
             when: "".join(
                 f"{node}: {getattr(result, when).describe() if getattr(result, when) else 'unknown'}\n"
                 for node, result in results.items()
             )
             for when in ("before", "after")
         },
-    )
+    }
+
+
+def main() -> None:
+    answers.give(AnsibleModule(**SPEC, supports_check_mode=True), answer)
 
 
 if __name__ == "__main__":

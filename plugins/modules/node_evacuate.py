@@ -123,50 +123,55 @@ failed_nodes:
 """
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpufleet.driver.plugins.module_utils import execution
+from ansible_collections.gpufleet.driver.plugins.module_utils import answers, execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import registry
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Fate, Mark, SchedulerError
 from ansible_collections.gpufleet.driver.plugins.module_utils.statefile import StateFileError
 
+SPEC: dict[str, Any] = {
+    "argument_spec": {
+        **registry.ARGUMENTS,
+        "nodes": {"type": "list", "elements": "str", "required": True},
+        "run_id": {"type": "str", "required": True},
+        "fates": {"type": "list", "elements": "dict", "default": []},
+        "deadline": {"type": "float", "required": True},
+        "patience": {"type": "float", "default": 30},
+    },
+}
 
-def main() -> None:
-    module = AnsibleModule(
-        argument_spec={
-            **registry.ARGUMENTS,
-            "nodes": {"type": "list", "elements": "str", "required": True},
-            "run_id": {"type": "str", "required": True},
-            "fates": {"type": "list", "elements": "dict", "default": []},
-            "deadline": {"type": "float", "required": True},
-            "patience": {"type": "float", "default": 30},
-        },
-        supports_check_mode=True,
-    )
-    p = module.params
+
+def answer(p: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
     try:
         fates = [Fate.of(item) for item in p["fates"]]
     except ValueError as exc:
-        module.fail_json(msg=f"fates: {exc}")
+        raise answers.Failed(f"fates: {exc}") from exc
     try:
         results = registry.get(p, execution.run).evacuate(
-            p["nodes"], Mark(p["run_id"], time.time()), fates, p["deadline"], p["patience"], check=module.check_mode
+            p["nodes"], Mark(p["run_id"], time.time()), fates, p["deadline"], p["patience"], check=check_mode
         )
     except (SchedulerError, StateFileError) as exc:
-        module.fail_json(msg=str(exc))
-    module.exit_json(
-        changed=any(result.changed for result in results.values()),
-        nodes={node: result.as_dict() for node, result in results.items()},
-        waiting_nodes=[node for node, result in results.items() if result.waiting and not result.failed],
-        failed_nodes=[node for node, result in results.items() if result.failed],
-        diff={
+        raise answers.Failed(str(exc)) from exc
+    return {
+        "changed": any(result.changed for result in results.values()),
+        "nodes": {node: result.as_dict() for node, result in results.items()},
+        "waiting_nodes": [node for node, result in results.items() if result.waiting and not result.failed],
+        "failed_nodes": [node for node, result in results.items() if result.failed],
+        "diff": {
             "before": "",
             "after": "".join(
                 f"{node}: {end.workload}: {end.how}\n" for node, result in results.items() for end in result.ends
             ),
         },
-    )
+    }
+
+
+def main() -> None:
+    answers.give(AnsibleModule(**SPEC, supports_check_mode=True), answer)
 
 
 if __name__ == "__main__":

@@ -82,42 +82,47 @@ failed_nodes:
 """
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ansible_collections.gpufleet.driver.plugins.module_utils import execution
+from ansible_collections.gpufleet.driver.plugins.module_utils import answers, execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers import registry
 from ansible_collections.gpufleet.driver.plugins.module_utils.schedulers.base import Mark, SchedulerError
 from ansible_collections.gpufleet.driver.plugins.module_utils.statefile import StateFileError
 
+SPEC: dict[str, Any] = {
+    "argument_spec": {
+        **registry.ARGUMENTS,
+        "nodes": {"type": "list", "elements": "str", "required": True},
+        "run_id": {"type": "str", "required": True},
+        "gpus": {"type": "dict", "default": {}},
+        "wait": {"type": "float", "default": 300},
+    },
+}
 
-def main() -> None:
-    module = AnsibleModule(
-        argument_spec={
-            **registry.ARGUMENTS,
-            "nodes": {"type": "list", "elements": "str", "required": True},
-            "run_id": {"type": "str", "required": True},
-            "gpus": {"type": "dict", "default": {}},
-            "wait": {"type": "float", "default": 300},
-        },
-        supports_check_mode=True,
-    )
-    p = module.params
+
+def answer(p: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
     try:
         gpus = {node: int(count) for node, count in p["gpus"].items()}
-    except (TypeError, ValueError):
-        module.fail_json(msg=f"gpus is {p['gpus']}; expected a whole number for each node")
+    except (TypeError, ValueError) as exc:
+        raise answers.Failed(f"gpus is {p['gpus']}; expected a whole number for each node") from exc
     try:
         results = registry.get(p, execution.run).validate(
-            p["nodes"], Mark(p["run_id"], time.time()), gpus, p["wait"], check=module.check_mode
+            p["nodes"], Mark(p["run_id"], time.time()), gpus, p["wait"], check=check_mode
         )
     except (SchedulerError, StateFileError) as exc:
-        module.fail_json(msg=str(exc))
-    module.exit_json(
-        changed=any(result.changed for result in results.values()),
-        nodes={node: result.as_dict() for node, result in results.items()},
-        failed_nodes=[node for node, result in results.items() if result.failed],
-    )
+        raise answers.Failed(str(exc)) from exc
+    return {
+        "changed": any(result.changed for result in results.values()),
+        "nodes": {node: result.as_dict() for node, result in results.items()},
+        "failed_nodes": [node for node, result in results.items() if result.failed],
+    }
+
+
+def main() -> None:
+    answers.give(AnsibleModule(**SPEC, supports_check_mode=True), answer)
 
 
 if __name__ == "__main__":

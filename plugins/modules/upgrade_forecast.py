@@ -88,30 +88,33 @@ table:
   returned: success
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.gpufleet.driver.plugins.module_utils import answers
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import BadSnapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import options, table
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.forecast import PEERS, Chances, beside
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy
 
+SPEC: dict[str, Any] = {
+    "argument_spec": {
+        **options.ARGUMENTS,
+        "plan": {"type": "raw"},
+        "peers": {"type": "list", "elements": "str", "choices": list(PEERS), "default": list(PEERS)},
+        "peer_parallel": {"type": "int", "default": 0},
+        "drain_deadline": {"type": "float", "default": 86400},
+        "runs": {"type": "int", "default": 20},
+        "failure": {"type": "float", "default": 0},
+    },
+    "mutually_exclusive": [("nodes", "snapshot")],
+    "required_one_of": [("nodes", "snapshot")],
+}
 
-def main() -> None:
-    module = AnsibleModule(
-        argument_spec={
-            **options.ARGUMENTS,
-            "plan": {"type": "raw"},
-            "peers": {"type": "list", "elements": "str", "choices": list(PEERS), "default": list(PEERS)},
-            "peer_parallel": {"type": "int", "default": 0},
-            "drain_deadline": {"type": "float", "default": 86400},
-            "runs": {"type": "int", "default": 20},
-            "failure": {"type": "float", "default": 0},
-        },
-        mutually_exclusive=[("nodes", "snapshot")],
-        required_one_of=[("nodes", "snapshot")],
-        supports_check_mode=True,
-    )
-    given = module.params
+
+def answer(given: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
     try:
         found = beside(
             options.snapshot_of(given),
@@ -123,8 +126,12 @@ def main() -> None:
             drain_deadline=given["drain_deadline"],
         )
     except (BadSnapshot, BadPolicy, OSError) as exc:
-        module.fail_json(msg=f"No forecast for {given['version']}: {exc}")
-    module.exit_json(changed=False, forecasts=[each.as_dict() for each in found], table=table.beside(found))
+        raise answers.Failed(f"No forecast for {given['version']}: {exc}") from exc
+    return {"changed": False, "forecasts": [each.as_dict() for each in found], "table": table.beside(found)}
+
+
+def main() -> None:
+    answers.give(AnsibleModule(**SPEC, supports_check_mode=True), answer)
 
 
 if __name__ == "__main__":

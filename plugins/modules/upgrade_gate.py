@@ -120,10 +120,13 @@ reasons:
 """
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.gpufleet.driver.plugins.module_utils import answers
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate import (
     check,
     decide,
@@ -132,31 +135,30 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.planning.gate impo
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy, Window
 
+SPEC: dict[str, Any] = {
+    "argument_spec": {
+        "outcomes": {"type": "dict", "required": True},
+        "lost": {"type": "list", "elements": "str", "default": []},
+        "max_failed": {"type": "int", "default": 0},
+        "not_after": {"type": "float", "default": 0},
+        "windows": {"type": "list", "elements": "dict", "default": []},
+        "batch_seconds": {"type": "float", "default": 0},
+        "stop_file": {"type": "path"},
+        "review": {"type": "dict"},
+        "run_id": {"type": "str", "default": ""},
+        "lock_keepers": {"type": "list", "elements": "str", "default": []},
+        "lock_answers": {"type": "dict", "default": {}},
+    },
+}
 
-def main() -> None:
-    module = AnsibleModule(
-        argument_spec={
-            "outcomes": {"type": "dict", "required": True},
-            "lost": {"type": "list", "elements": "str", "default": []},
-            "max_failed": {"type": "int", "default": 0},
-            "not_after": {"type": "float", "default": 0},
-            "windows": {"type": "list", "elements": "dict", "default": []},
-            "batch_seconds": {"type": "float", "default": 0},
-            "stop_file": {"type": "path"},
-            "review": {"type": "dict"},
-            "run_id": {"type": "str", "default": ""},
-            "lock_keepers": {"type": "list", "elements": "str", "default": []},
-            "lock_answers": {"type": "dict", "default": {}},
-        },
-        supports_check_mode=True,
-    )
-    options = module.params
+
+def answer(options: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
     stop_file = options["stop_file"]
     try:
         check(options)
         windows = [Window.of(window) for window in options["windows"]]
     except BadPolicy as exc:
-        module.fail_json(msg=f"No batch may start, since nothing can be decided: {exc}")
+        raise answers.Failed(f"No batch may start, since nothing can be decided: {exc}") from exc
     gate = decide(
         options["outcomes"],
         options["lost"],
@@ -169,7 +171,11 @@ def main() -> None:
         doubts=doubts_of(options["review"]),
         objections=lock_objections(options["run_id"], options["lock_keepers"], options["lock_answers"]),
     )
-    module.exit_json(changed=False, open=gate.open, failed_nodes=list(gate.failed), reasons=list(gate.reasons))
+    return {"changed": False, "open": gate.open, "failed_nodes": list(gate.failed), "reasons": list(gate.reasons)}
+
+
+def main() -> None:
+    answers.give(AnsibleModule(**SPEC, supports_check_mode=True), answer)
 
 
 if __name__ == "__main__":

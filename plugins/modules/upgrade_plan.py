@@ -165,31 +165,32 @@ review:
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ansible_collections.gpufleet.driver.plugins.module_utils import answers
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import BadSnapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import options, table
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.plan import make
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import BadPolicy
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.review import review
 
+SPEC: dict[str, Any] = {
+    "argument_spec": {
+        **options.ARGUMENTS,
+        "previous": {"type": "raw"},
+        "outcomes": {"type": "dict", "default": {}},
+        "dest": {"type": "path"},
+    },
+    "mutually_exclusive": [("nodes", "snapshot")],
+    "required_one_of": [("nodes", "snapshot")],
+}
 
-def main() -> None:
-    module = AnsibleModule(
-        argument_spec={
-            **options.ARGUMENTS,
-            "previous": {"type": "raw"},
-            "outcomes": {"type": "dict", "default": {}},
-            "dest": {"type": "path"},
-        },
-        mutually_exclusive=[("nodes", "snapshot")],
-        required_one_of=[("nodes", "snapshot")],
-        supports_check_mode=True,
-    )
-    given = module.params
+
+def answer(given: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
         snapshot, policy = options.snapshot_of(given), options.policy_of(given)
@@ -200,21 +201,25 @@ def main() -> None:
             plan, found = review(earlier, snapshot, policy, given["outcomes"])
             result["review"] = found.as_dict()
     except (BadSnapshot, BadPolicy, OSError) as exc:
-        module.fail_json(msg=f"No plan for {given['version']}: {exc}")
+        raise answers.Failed(f"No plan for {given['version']}: {exc}") from exc
     result.update(plan=plan.as_dict(), table=table.lines(plan))
     if plan.impossible:
-        module.fail_json(msg="\n".join(table.impossible(plan)), **result)
+        raise answers.Failed("\n".join(table.impossible(plan)), **result)
     changed = False
     if given["dest"]:
         text = (json.dumps(result["plan"], indent=1) + "\n").encode()
         path = Path(given["dest"])
         try:
             changed = not path.exists() or path.read_bytes() != text
-            if changed and not module.check_mode:
+            if changed and not check_mode:
                 path.write_bytes(text)
         except OSError as exc:
-            module.fail_json(msg=f"The plan cannot be written: {exc}", **result)
-    module.exit_json(changed=changed, **result)
+            raise answers.Failed(f"The plan cannot be written: {exc}", **result) from exc
+    return {"changed": changed, **result}
+
+
+def main() -> None:
+    answers.give(AnsibleModule(**SPEC, supports_check_mode=True), answer)
 
 
 if __name__ == "__main__":
