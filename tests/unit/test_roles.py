@@ -53,7 +53,7 @@ def test_every_module_that_needs_a_connection_is_routed_to_the_action_that_makes
     """Those for the fleet are delegated to where its scheduler is asked. Planning is done on the controller."""
     own = {path.stem for path in (TOP / "plugins/action").glob("*.py")}
     routed = set(load(TOP / "meta/runtime.yml")["plugin_routing"]["modules"]) | own
-    planning = {"upgrade_gate", "upgrade_plan", "upgrade_forecast", "workload_placement"}
+    planning = {"workload_placement"}
     modules = {path.stem for path in (TOP / "plugins/modules").glob("*.py")}
     assert routed == modules - planning
 
