@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-NODES = "[{name: a, loaded_version: 535.183.01, gpus: [NVIDIA L40S]}, {name: b, loaded_version: 535.183.01, gpus: [NVIDIA L40S]}]"
+GPUS = "gpus: [NVIDIA L40S]"
+NODES = f"[{{name: a, loaded_version: 535.183.01, {GPUS}}}, {{name: b, loaded_version: 535.183.01, {GPUS}}}]"
 STATE = "{state_dir: '{{ touched | dirname }}/cordons'}"
 ASKED = {
     "a gate that stays shut": ("upgrade_gate", "{outcomes: {a: quarantined}, lost: '{{ [1, 2] }}'}"),
