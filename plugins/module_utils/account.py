@@ -128,7 +128,8 @@ def outcomes(
 ) -> dict[str, str]:
     """What became of nodes so far, node → outcome: of all of which something is known, or just those whose outcome is
     one of ``only``."""
-    known = {node: str(hostvars[node]["gpu_outcome"]["name"]) for node in nodes if "gpu_outcome" in hostvars[node]}
+    about = ((node, hostvars[node]) for node in nodes)  # Ansible works them out anew each time
+    known = {node: str(variables["gpu_outcome"]["name"]) for node, variables in about if "gpu_outcome" in variables}
     return {node: outcome for node, outcome in known.items() if not only or outcome in only}
 
 
@@ -140,8 +141,9 @@ def driver_versions(
     nodes = list(nodes)
     found = {str(node["name"]): node["loaded"] for node in nodes}
     former = {str(node["name"]): _previous(node) for node in nodes}
-    back = {name: former[name] for name in outcomes(found, hostvars, ["rolled_back"])}
-    return {**found, **back, **dict.fromkeys(outcomes(found, hostvars, ["upgraded"]), target)}
+    now = {"rolled_back": former, "upgraded": dict.fromkeys(found, target)}
+    moved = outcomes(found, hostvars, list(now))
+    return {**found, **{name: now[outcome][name] for name, outcome in moved.items()}}
 
 
 def doubles(nodes: Iterable[Mapping[str, Any]]) -> list[list[str]]:
