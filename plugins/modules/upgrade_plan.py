@@ -10,8 +10,9 @@ version_added: 1.0.0
 short_description: Plan in which order and in which batches GPU nodes get a new driver
 description:
   - Decides which nodes are upgraded, in which batches and in which order, which are left out and why, and what happens
-    to every workload on them. It moves to a node upgraded later whose driver and everything else match
-    (V(move)), is waited for (V(wait)), starts again on an upgraded node (V(cold_start)), or is not disturbed (V(stay)).
+    to every workload on them. It moves to a node upgraded later whose driver and everything else match, or if it saves
+    itself also to an upgraded one (V(move)), is waited for (V(wait)), starts again (V(cold_start)), or ends before
+    (V(stay)).
   - Runs on the controller, reads nothing but its options and writes nothing but O(dest). The same options give the same
     plan.
   - Fails if no node that wants the upgrade can have it, with the reason for each.

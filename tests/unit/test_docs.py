@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import fleet
-from ansible_collections.gpufleet.driver.plugins.module_utils.planning import plan, policy
+from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility, plan, policy
 
 TOP = Path(__file__).resolve().parents[2]
 DOCUMENTS = [TOP / "README.md", TOP / "docs/awx.md", TOP / "docs/snapshot.md"]
@@ -31,7 +31,15 @@ def settings() -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_variable_and_playbook_exists(document: Path) -> None:
     text = document.read_text()
-    names_of_others = {"gpu_nodes", "gpu_settings", "gpu_services", "gpu_operator", "gpu_memory", "gpu_model"}
+    names_of_others = {
+        "gpu_nodes",
+        "gpu_settings",
+        "gpu_services",
+        "gpu_operator",
+        "gpu_memory",
+        "gpu_model",
+        "gpu_sku",
+    }
     told = set(re.findall(r"\bgpu_[a-z_]+\b", text)) - names_of_others
     assert told - settings() == set()
     playbooks = set(re.findall(r"ansible-playbook gpufleet\.driver\.([a-z_]+)", text))
@@ -51,6 +59,12 @@ def test_the_snapshot_that_is_shown_can_be_planned_with_and_every_field_is_told(
             name for row in re.findall(r"^\| (`.*?) \|", part, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
         }
         assert told == set(known)
+
+
+def test_what_has_to_match_for_saved_work_is_told() -> None:
+    (told,) = re.findall(r"^Saved work only.*?^$", (TOP / "docs/snapshot.md").read_text(), re.DOTALL | re.MULTILINE)
+    compared = {each.name for each in compatibility.FIELDS if each.scope == compatibility.NODE}
+    assert compared - {"driver", "gpu_model"} <= set(re.findall(r"`(\w+)`", told))
 
 
 def test_the_workflow_for_awx_hangs_together() -> None:

@@ -445,21 +445,21 @@ def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str], c
     lasting = [item for item in saved if item.end > finish]
     if lasting:
         notes.append(
-            f"{_counted(lasting)} could be saved but last longer than the upgrade, and start cold: only nodes "
-            f"left on the old driver that fit them could keep them: {_named(lasting)}"
+            f"{_counted(lasting)} could be saved but, lasting longer than the upgrade, {_start(lasting)} cold: only "
+            f"nodes left on the old driver that fit could keep the work: {_named(lasting)}"
         )
     if len(saved) > len(lasting):
         others = [item for item in saved if item.end <= finish]
         longer = ", or a longer max_wait," if any(item.waitable for item in others) else ""
         notes.append(
-            f"{_counted(others)} could be saved but start cold, for want of old-driver room or as that loses less; "
-            f"more free GPUs there{longer} may save them: {_named(others)}"
+            f"{_counted(others)} could be saved but {_start(others)} cold, for want of old-driver room or as that "
+            f"loses less; more free GPUs there{longer} may save the work: {_named(others)}"
         )
     if again:
-        notes.append(f"{_counted(again)} start again from what they save themselves: {_named(again)}")
+        notes.append(f"{_counted(again)} {_start(again)} again from what the work saves itself: {_named(again)}")
     if len(started) > len(saved) + len(again):
         others = [item for item in started if not item.movable]
-        notes.append(f"{_counted(others)} start cold as nothing could save them: {_named(others)}")
+        notes.append(f"{_counted(others)} {_start(others)} cold as nothing could save the work: {_named(others)}")
     if blocked:
         notes.append(f"{len(blocked)} node{'s keep their' if len(blocked) > 1 else ' keeps its'} driver")
     return notes
@@ -467,6 +467,10 @@ def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str], c
 
 def _named(items: Sequence[Item]) -> str:
     return named([item.name for item in items])
+
+
+def _start(items: Sequence[Item]) -> str:
+    return "start" if len(items) > 1 else "starts"
 
 
 def _counted(items: Sequence[Item]) -> str:

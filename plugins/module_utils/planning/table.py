@@ -52,7 +52,7 @@ def lines(plan: Plan) -> list[str]:
         if any(batch.fates for batch in plan.batches):
             out += [
                 "times are hours:minutes from the start; workloads that stay end before the turn of their node,",
-                "those that wait end while their batch waits, those that move pause, cold ones start from nothing",
+                "those that wait end while their batch waits, those that move pause, cold ones start again",
             ]
     for title, left in (("left out", plan.skipped), ("cannot be emptied", plan.blocked)):
         out += [f"{title}: {text}" for text in _by_reason(left)]

@@ -393,7 +393,7 @@ def test_work_that_saves_itself_goes_on_from_its_save_at_its_own_node(backends: 
     work = workload("w", "n0", gpus=8, backends=backends, at_risk=7200.0)
     made = plan.make(fleet_of(1, work, free={"gpu": 0}), Policy(NEW))
     assert fate_of(made, "w").lost == 8 * (60.0 + again + 480.0)
-    told = "1 workload (8 GPUs) start again from what they save themselves: w"
+    told = "1 workload (8 GPUs) starts again from what the work saves itself: w"
     assert (told in made.notes) is (backends == ("slurm",))
     peer = forecast.forecast_peer("operator", fleet_of(1, work, free={"gpu": 0}), Policy(NEW), made)
     assert peer.runs[0].lost["cold_starts"] == 8 * 7260.0
