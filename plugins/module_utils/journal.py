@@ -26,14 +26,17 @@ from typing import Any
 STATE_DIR = "/var/lib/gpufleet"
 SCHEMA = 1
 
-UPGRADED, ROLLED_BACK, QUARANTINED = "upgraded", "rolled_back", "quarantined"
-OUTCOMES = (UPGRADED, ROLLED_BACK, QUARANTINED)
+UPGRADED, ROLLED_BACK, QUARANTINED, UNCHANGED = "upgraded", "rolled_back", "quarantined", "unchanged"
+OUTCOMES = (UPGRADED, ROLLED_BACK, QUARANTINED, UNCHANGED)
 
 DEBTS = ("services", "dcgm", "workloads")
 """Kinds that say what was stopped and has to be started again; whoever starts it forgets them, nobody else."""
 
 PACKAGES = "packages"
 """Step that changes packages, and kind that says which exact builds were there before."""
+
+UNLOAD = "unload modules"
+"""Step that takes the driver out of the kernel."""
 
 CORDON = "cordon"
 """Kind that says whether somebody else had taken the node out of service; over once the node is given back."""
@@ -159,6 +162,22 @@ class Journal:
         """Whether a change of packages has begun, and none has ended well since."""
         last = self.last(PACKAGES)
         return last is not None and last["state"] != "done"
+
+    @property
+    def ending(self) -> str:
+        """The outcome of a run that nobody has judged: the one it has, or whether it did anything about the driver.
+
+        :raises JournalError: if it is in the middle of that.
+        """
+        if not self.goes_on and self.outcome is not None:
+            return str(self.outcome["name"])
+        if self.interrupted:
+            raise JournalError(
+                f"{self.path}: a change of packages was begun and has not ended well, so the run cannot be closed; "
+                f"go on with the role install, or back with the role rollback"
+            )
+        acts = (self.last(PACKAGES), self.last(UNLOAD))
+        return UPGRADED if any(act is not None and act["state"] == "done" for act in acts) else UNCHANGED
 
     def as_dict(self) -> dict[str, Any]:
         return {**self._content, "unfinished": self.unfinished, "goes_on": self.goes_on}

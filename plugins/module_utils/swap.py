@@ -97,15 +97,14 @@ class Swap:
     def run(self) -> bool:
         """Do what is left of the swap; whether the node has to reboot, and this to run again, before it is done.
 
-        :raises Failed: if an act did not do what it should; the acts before it are not undone.
+        :raises Failed: if an act did not do what it should. The acts before it are not undone, but for one case: if the
+            driver cannot be unloaded, it stays, and what was stopped for the swap is started again.
         """
         prepared = self._do(PREPARE, self.acts.prepare)
         self.to = prepared.to
         if (prepared.moves or self._other_driver()) and self._change():
             return True
-        self._do(LOAD, self.acts.load)
-        self._do(RESTORE, self.acts.restore)
-        self._do(START, self.acts.start)
+        self._put_back()
         return False
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,10 +131,21 @@ class Swap:
         self._do(STOP, self.acts.stop)
         stays = self.reboot == ALWAYS
         if not stays:
-            unloaded = self._do(UNLOAD, self.acts.unload, reboot_helps=self.reboot == AUTO)
+            try:
+                unloaded = self._do(UNLOAD, self.acts.unload, reboot_helps=self.reboot == AUTO)
+            except Failed:
+                self._put_back()
+                self.act = UNLOAD
+                raise
             stays = unloaded.error is not None
         self._do(PACKAGES, lambda: self.acts.packages(stays or self.check))
         return stays or (not self.check and self._other_driver())
+
+    def _put_back(self) -> None:
+        """Have whichever driver is there now at work as before."""
+        self._do(LOAD, self.acts.load)
+        self._do(RESTORE, self.acts.restore)
+        self._do(START, self.acts.start)
 
     def _do(self, name: str, act: Callable[[], Ended], reboot_helps: bool = False) -> Ended:
         """``reboot_helps`` lets an error pass that a reboot will cure."""

@@ -163,6 +163,13 @@ driver_info:
         - If it cannot be read there is only C(error), what is wrong with it and what to do.
       type: dict
       returned: always
+    lock:
+      description:
+        - What the node knows of the lock of the fleet. See M(gpufleet.driver.fleet_lock).
+        - C(lease) is null unless a run has the fleet; C(ended) has the ids of runs that are known to have ended.
+        - If it cannot be read there is only C(error), what is wrong with it and what to do.
+      type: dict
+      returned: always
     findings:
       description: One judgement a check - C(check), C(level) (ok, warning, error), C(message), C(evidence), C(next).
       type: list
@@ -170,13 +177,16 @@ driver_info:
       returned: always
 """
 
+from dataclasses import asdict
+
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers import detect
 from ansible_collections.gpufleet.driver.plugins.module_utils.drivers.base import SourceError
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import facts
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import facts, lock
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal, JournalError, at_work
+from ansible_collections.gpufleet.driver.plugins.module_utils.statefile import StateFileError
 
 
 def main() -> None:
@@ -198,6 +208,10 @@ def main() -> None:
         # what the driver is like is not to be hidden by it
         journal = {"error": str(exc)}
     try:
+        held = asdict(lock.look(p["state_dir"], lock.Clock.read()))
+    except StateFileError as exc:
+        held = {"error": str(exc)}
+    try:
         installed = detect.detect(run=execution.run).as_dict() if "packages" in p["gather"] else None
     except SourceError as exc:
         module.fail_json(msg=str(exc))
@@ -212,7 +226,7 @@ def main() -> None:
     if installed is not None:
         result["installed"] = installed
         result["findings"] += installed["problems"]
-    module.exit_json(changed=False, driver_info={**result, "journal": journal})
+    module.exit_json(changed=False, driver_info={**result, "journal": journal, "lock": held})
 
 
 if __name__ == "__main__":

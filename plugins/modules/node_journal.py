@@ -70,9 +70,12 @@ options:
     choices: [started, done, failed]
     default: done
   outcome:
-    description: How the run ended on this node. Required with O(state=finished).
+    description:
+      - For O(state=finished). How the run ended on this node.
+      - If it is not given, V(upgraded) if the run has done anything about the driver, and else V(unchanged). The module
+        fails if packages were being changed and that has not ended well.
     type: str
-    choices: [upgraded, rolled_back, quarantined]
+    choices: [upgraded, rolled_back, quarantined, unchanged]
   reason:
     description: Why, in one sentence.
     type: str
@@ -158,6 +161,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import (
     CORDON,
     OUTCOMES,
+    QUARANTINED,
     Journal,
     JournalBusy,
     JournalError,
@@ -189,10 +193,11 @@ def keep(journal: Journal, params: dict[str, Any], now: float) -> dict[str, Any]
             detail = {"reason": params["reason"]} if params["reason"] else {}
             journal.end(params["step"], now, state=params["step_state"], **detail)
     elif params["state"] == "finished":
+        outcome = params["outcome"] or journal.ending
         same = journal.outcome and [journal.outcome[key] for key in ("name", "reason", "next")]
-        given = [params["outcome"], params["reason"], params["next"] or None]
-        if same != given and (journal.run or params["outcome"] == "quarantined"):
-            journal.finish(params["outcome"], params["reason"], params["next"] or None, now)
+        given = [outcome, params["reason"], params["next"] or None]
+        if same != given and (journal.run or outcome == QUARANTINED):
+            journal.finish(outcome, params["reason"], params["next"] or None, now)
     return {}
 
 
@@ -215,7 +220,6 @@ def main() -> None:
             ("state", "begun", ("run_id", "target")),
             ("state", "reopened", ("run_id",)),
             ("state", "noted", ("step",)),
-            ("state", "finished", ("outcome",)),
         ],
         supports_check_mode=True,
     )

@@ -64,6 +64,34 @@ def test_a_run_from_begin_to_end(tmp_path: Path) -> None:
     assert not again.unfinished
 
 
+@pytest.mark.parametrize(
+    ("acts", "expected"),
+    [
+        ([], "unchanged"),
+        ([("stop services", "done"), ("unload modules", "failed")], "unchanged"),
+        ([("unload modules", "done")], "upgraded"),
+        ([("packages", "done")], "upgraded"),
+        ([("packages", "failed")], None),
+    ],
+    ids=str,
+)
+def test_a_run_that_nobody_has_judged_ends_as_what_it_did(
+    tmp_path: Path, acts: list[tuple[str, str]], expected: str | None
+) -> None:
+    journal = Journal.open(str(tmp_path))
+    journal.begin("r1", "550.1", "535.1", now=1.0)
+    for step, state in acts:
+        journal.start(step, 2.0)
+        journal.end(step, 3.0, state)
+    if expected is None:
+        with pytest.raises(JournalError, match="has not ended well"):
+            print(journal.ending)
+        return
+    assert journal.ending == expected
+    journal.finish("rolled_back", "", None, 4.0)
+    assert journal.ending == "rolled_back", "what somebody has judged stands"
+
+
 def test_a_step_that_was_never_started_cannot_end(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="'unload' was never started"):
         Journal.open(str(tmp_path)).end("unload", 1.0)

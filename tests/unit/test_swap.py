@@ -227,6 +227,8 @@ def test_an_act_that_fails_ends_the_swap_and_the_way_back_is_open(node, reboot, 
     assert one.act == act and failed.value.done.reboot_required is reboot_helps
     assert act not in [line["act"] for line in one.as_dict()["acts"]]
     assert node.packages == (NEW if act == swap.LOAD else OLD)
+    if act == swap.UNLOAD:
+        assert node.as_found() == AS_BEFORE, "the driver stays, and so does what uses it"
     swapped(node, None)
     assert node.as_found() == AS_BEFORE
 

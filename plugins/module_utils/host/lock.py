@@ -158,6 +158,17 @@ def decide_renewal(knows: Lock, run_id: str, ttl: float, clock: Clock) -> Lock:
     return decide(knows, run_id, None, ttl, None, clock)[0]
 
 
+def look(state_dir: str, clock: Clock) -> Lock:
+    """What the node knows, with a lease only if that still counts here.
+
+    :raises StateFileError: if the file cannot be read.
+    """
+    path = Path(state_dir) / FILE
+    knows = _lock(statefile.read(path, SCHEMA), path)
+    held = knows.lease
+    return Lock(None, knows.ended) if held and (held.expired(clock) or held.run_id in knows.ended) else knows
+
+
 def acquire(
     state_dir: str,
     run_id: str,

@@ -22,13 +22,13 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.kernel_module
     KernelModules,
     Module,
 )
-from ansible_collections.gpufleet.driver.plugins.module_utils.journal import Journal
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import UNLOAD, Journal
 
 KIND = "modules"
 """What the journal keeps under this name: the modules that were loaded before, in the order to load them."""
 
-UNLOAD, LOAD = "unload modules", "load modules"
-"""Steps in the journal."""
+LOAD = "load modules"
+"""Step in the journal."""
 
 
 @dataclass

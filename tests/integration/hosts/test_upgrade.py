@@ -178,6 +178,7 @@ def test_of_two_runs_the_one_that_was_taken_over_stops_at_its_next_batch(
     fleet.reach(playing, "gpu-1", "cordon : Take the nodes out of service")
     refused = fleet.play("upgrade", **second)
     assert refused.rc != 0 and "locked by run first" in refused.output
+    assert "locked: the fleet is run first's" in fleet.play("status").output
     taken = fleet.play("upgrade", gpu_lock_takeover="first", gpu_run_id="second", **second)
     assert taken.rc == 0 and taken.outcomes == {"gpu-4": "upgraded"}, taken.output[-5000:]
     (tmp_path / "go").touch()

@@ -122,6 +122,16 @@ def test_a_run_that_was_taken_over_cannot_renew_not_even_when_the_lock_is_free_a
         lock.renew(state, "r1", 60, at(1003))
 
 
+def test_a_look_tells_a_lease_that_counts(tmp_path: Path) -> None:
+    assert lock.look(str(tmp_path), at(3000)) == Lock() and not any(tmp_path.iterdir())
+    lock.acquire(str(tmp_path), "r1", "ops", 3000, at(2000))
+    held = lock.look(str(tmp_path), at(3000)).lease
+    assert held is not None and held.run_id == "r1"
+    assert lock.look(str(tmp_path), at(5000)) == Lock()
+    lock.release(str(tmp_path), "r1")
+    assert lock.look(str(tmp_path), at(3000)) == Lock(None, ("r1",))
+
+
 def test_check_mode_writes_nothing(tmp_path: Path) -> None:
     state = tmp_path / "state"
     assert lock.acquire(str(state), "r1", "me", 60, at(1001), check=True).changed and not state.exists()
