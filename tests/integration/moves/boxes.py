@@ -89,6 +89,8 @@ def machines(fleet: Fleet) -> Iterator[dict[str, Node]]:
     nodes = {name: Node(fleet, name) for name in NODES}
     for node in nodes.values():
         load_image(node)
-    yield nodes
-    for node in nodes.values():
-        node.sh("podman rm --force --all --time 0; rm -rf /var/lib/notebook /var/lib/gpufleet")
+    try:
+        yield nodes
+    finally:
+        for node in nodes.values():
+            node.sh("podman rm --force --all --time 0; rm -rf /var/lib/notebook /var/lib/gpufleet")
