@@ -281,7 +281,7 @@ def moves(nodes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "reason": f"{last['reason']}: {last.get('observed', '')}" if last else "",
             }
             steps = work.get("progress") or ()
-            went_on = f"went on from {steps[0]:g}, now {steps[-1]:g}" if moved and steps else ""
+            went_on = f"progress {steps[0]:g} before, {steps[-1]:g} after" if moved and steps else ""
             about = [f"stood still for {row['still']}" if moved else "", row["size"], went_on]
             where = f"{row['origin']} to {row['to']}" if row["to"] else row["origin"]
             text = f"{row['workload']} ({where}): {row['ending']}"

@@ -383,7 +383,7 @@ REASON = {"reason": "lock_timeout", "observed": "PID 7: no answer"}
     [
         (
             {**MOVED, "progress": [120.0, 121.0, 131.0]},
-            "trainer (g1 to g4): moved, stood still for 4 s, 13 MiB, went on from 120, now 131",
+            "trainer (g1 to g4): moved, stood still for 4 s, 13 MiB, progress 120 before, 131 after",
         ),
         (MOVED, "trainer (g1 to g4): moved, stood still for 4 s, 13 MiB"),
         (
