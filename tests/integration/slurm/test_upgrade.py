@@ -156,13 +156,21 @@ def test_upgrade_with_slurm(machines: tuple[Cluster, Fleet]) -> None:
         slurm.sh("scancel", "--signal=KILL", "--full", job, check=False)
         slurm.sh("scancel", job)
     until(lambda: not slurm.commands.jobs(), "no job is left", 60)
+    proofs = proofs_of(slurm, back)
     playing = fleet.begin("rollback", gpu_hosts=back, **scheduler)
     playing.wait_for("PLAY [Settle]")
     playing.kill()
+    assert proofs_of(slurm, back) == proofs + 1, "a job proves it too"
     assert fleet.loaded(back) == OLD and slurm.node(back).active == ("lab", f"driver-{OLD}")
     assert not slurm.node(back).out
     shown = fleet.play("status", **scheduler)
     assert all(f"out of service: {name} " in shown.output for name in (later, FOREIGN)), shown.output[-5000:]
+
+
+def proofs_of(slurm: Cluster, node: str) -> int:
+    """Jobs that have proven a node so far."""
+    lines = slurm.sh("scontrol", "-o", "show", "job").splitlines()
+    return sum("JobName=gpufleet-validate " in line and f" NodeList={node} " in line for line in lines)
 
 
 def swapping(slurm: Cluster, playing: Playing) -> list[str]:
