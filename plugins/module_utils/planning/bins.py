@@ -31,7 +31,7 @@ class Group:
         if len(nodes) > 1:
             self.items = tuple(dict.fromkeys(item for node in nodes for item in model.residents[node]))
         self.gpu_models = {model.nodes[node].gpu_model for node in nodes}
-        self.free = sum(model.nodes[node].free.get("gpu", 0) for node in nodes)
+        self.free = sum([model.nodes[node].free.get("gpu", 0) for node in nodes])
         self.cost = sum([model.items[item].early for item in self.items])
         self.late = any(model.items[item].end < inf for item in self.items)
         self.due = any(is_due(model.nodes[node]) for node in nodes)

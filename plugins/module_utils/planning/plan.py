@@ -379,9 +379,9 @@ def _odd(model: Model, policy: Policy) -> list[str]:
         for name in sorted(names - known)
     ]
     target = DriverVersion.parse(policy.version)
-    newer = [
-        node for node in map(model.nodes.__getitem__, model.moving) if (find(node.loaded or "") or target) > target
-    ]
+    moving = [model.nodes[number] for number in model.moving]
+    loaded = {version for version in {node.loaded for node in moving} if (find(version or "") or target) > target}
+    newer = [node for node in moving if node.loaded in loaded]
     if newer:
         notes.append(f"{len(newer)} of the nodes go back to an older driver, {newer[0].name} from {newer[0].loaded}")
     return notes
