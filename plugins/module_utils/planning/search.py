@@ -162,25 +162,27 @@ class Search:
 
     def _changes(self, bins: Bins) -> list[_Change]:
         """Every swap and shift that could matter, and every hint; in small fleets also other turns of batches, and
-        without a named reserve groups whose work ends may have a batch after all others."""
+        without a named reserve groups whose work ends may have a batch after all others. Nothing joins the reserve."""
         free = [
             group
             for batch in bins.batches
             for group in batch
-            if group not in self._fixed and group.nodes[0] not in self._fixed_nodes
+            if group not in self._fixed and self._fixed_nodes.isdisjoint(group.nodes)
         ]
+        kept_last = (n for n, batch in enumerate(bins.batches) for g in batch if self._fixed_nodes & {*g.nodes})
+        end = min(kept_last, default=len(bins.batches))
         found: list[_Change] = [*self._advice]
         for place, one in enumerate(free):
             found += [
                 _Swap(one, other) for other in free[place + 1 :] if one.items or other.items or one.free != other.free
             ]
-            found += [_Shift(one, number) for number in range(int(bins.first), len(bins.batches))]
+            found += [_Shift(one, number) for number in range(int(bins.first), end)]
         if len(self.model.moving) > SMALL:
             return found
         turns = [
             number
-            for number in range(int(bins.first), len(bins.batches))
-            if not any(group in self._fixed or group.nodes[0] in self._fixed_nodes for group in bins.batches[number])
+            for number in range(int(bins.first), end)
+            if not any(group in self._fixed for group in bins.batches[number])
         ]
         found += [_Turn(one, other) for one in turns for other in turns if abs(one - other) > 1]
         if not self._fixed_nodes and bins.batches and bins.batches[-1]:

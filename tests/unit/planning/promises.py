@@ -133,9 +133,9 @@ class _Paper:
             yield f"{late} are due and not in the first batch"
         reserve = {name for group in self.domains if group & set(self.options.get("reserve", ())) for name in group}
         rest = [turn for name, turn in self.turn.items() if name not in reserve]
-        early = [name for name in reserve if self.turn.get(name, FAR) < max(rest, default=-1) and not self._due(name)]
+        early = [name for name in reserve if self.turn.get(name, FAR) <= max(rest, default=-1) and not self._due(name)]
         if early:
-            yield f"{early} of the reserve have their turn before others"
+            yield f"{early} of the reserve have their turn before or with others"
 
     def _size(self, number: int, batch: Json) -> Iterator[str]:
         total, names = len(self.turn), batch["nodes"]
@@ -280,13 +280,18 @@ class _Paper:
                 yield f"{name} after {when} has {dict(free)} left"
 
     def _within_budgets(self, batch: Json) -> Iterator[str]:
+        """One node or domain may exceed a budget, and work that has moved."""
         used: Counter[str] = Counter()
+        homes: dict[str, set[str]] = {}
         for entry in batch["workloads"]:
-            if entry["fate"] in ("move", "cold_start"):
-                used.update(self.items[entry["workload"]][0].get("budgets", ()))
+            work = self.items[entry["workload"]][0]
+            for name in work.get("budgets", ()) if entry["fate"] in ("move", "cold_start") else ():
+                used[name] += 1
+                homes.setdefault(name, set()).update(set(entry["nodes"]) & set(batch["nodes"]))
         for name, number in used.items():
             told = any(note.startswith(f"budget {name} ") and batch["name"] in note for note in self.plan["notes"])
-            if number > self.budgets[name] and not (told and (self._alone(batch) or self.moved)):
+            one = any(homes[name] <= group for group in self.domains) or any(map(self._first, homes[name]))
+            if number > self.budgets[name] and not (told and (one or self.moved)):
                 yield f"{batch['name']} disturbs {number} of budget {name}, which allows {self.budgets[name]}"
 
     def _fate(self, number: int, batch: Json, entry: Json) -> Iterator[str]:

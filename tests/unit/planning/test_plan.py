@@ -279,6 +279,15 @@ def test_the_reserve_is_upgraded_last() -> None:
     assert made.batches[-1].nodes == ("n1", "n2")
 
 
+def test_nothing_shares_a_batch_with_the_reserve_or_comes_after_it() -> None:
+    """Where the work of n0 ends soon after, a later turn would lose less."""
+    nodes = tuple(node(f"n{n}", free={"gpu": 0 if n < 2 else 8}) for n in range(4))
+    works = tuple(workload(f"w{n}", f"n{n}", gpus=8, remaining=2500.0, at_risk=9000.0) for n in range(2))
+    policy = Policy(NEW, batch_size=(2,), canary=("n3",), reserve=("n2",), max_wait=0.0)
+    made = plan.make(Snapshot(nodes, works), policy)
+    assert made.batches[-1].nodes == ("n2",)
+
+
 def test_valuable_work_moves_to_the_node_upgraded_last_and_ends_there() -> None:
     long = workload("long", "n0", gpus=8, remaining=1000.0, at_risk=9000.0)
     made = plan.make(fleet_of(3, long), Policy(NEW, batch_size=(1,), canary=("n0",), max_wait=0.0))

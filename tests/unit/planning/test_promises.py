@@ -39,6 +39,8 @@ def odd_fleet(dice: random.Random) -> dict[str, Any]:
             "key": "mig" if mig else dice.choice(("k", "k", "k", "k", "k", "k", "other", "bare")),
             "domains": {"rack": f"r{number // 3}"},
         }
+        if not node["gpus"]:
+            node["free"] = {}
         if dice.random() < 0.3:
             node["domains"] |= {dice.choice(("nvlink", "imex")): f"d{number // 2}"}
         for field, value in (
