@@ -241,6 +241,8 @@ def test_rollback_undoes_a_finished_upgrade(fleet: Fleet) -> None:
     for playbook in ("recover", "rollback", "status"):
         nobody = fleet.play(playbook, gpu_hosts="gpu-99")
         assert nobody.rc != 0 and "No host of 'gpu-99' is in the inventory" in nobody.output
+    silent = fleet.play("status", gpu_hosts="gpu-2").output
+    assert "next: gpu-2: mend what is said above" in silent
     fleet.sh("gpu-1", "mkdir -p /var/lib/gpufleet && echo '{' > /var/lib/gpufleet/journal.json")
     shown = fleet.play("status", gpu_hosts="gpu-1").output
     assert re.search(rf"gpu-1 +{OLD} +{OLD} +{OLD} +4 +unknown", shown), "its driver is as it is, whatever its journal"
