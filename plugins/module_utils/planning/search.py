@@ -249,8 +249,11 @@ def _do(bins: Bins, hints: dict[int, Hint], change: _Change) -> _Undo | None:
 
 
 def _turned(bins: Bins, batch: int, to: int) -> _Undo | None:
-    """One batch is put where another is; None if a batch is then larger than one of its number may be."""
-    if max(batch, to) >= len(bins.batches) or not bins.rotate(batch, to):
+    """One batch is put where another is; None if a batch is then larger than one of its number may be, or one is empty:
+    it would use up a number."""
+    if max(batch, to) >= len(bins.batches) or not (bins.batches[batch] and bins.batches[to]):
+        return None
+    if not bins.rotate(batch, to):
         return None
 
     def undo() -> None:

@@ -131,7 +131,8 @@ class _Paper:
         late = {name for name in self.turn if self._due(name) and self.turn[name]}
         if late:
             yield f"{late} are due and not in the first batch"
-        reserve = {name for group in self.domains if group & set(self.options.get("reserve", ())) for name in group}
+        named = set(self.options.get("reserve", ())) & self.turn.keys()
+        reserve = {name for group in self.domains if group & named for name in group}
         rest = [turn for name, turn in self.turn.items() if name not in reserve]
         early = [name for name in reserve if self.turn.get(name, FAR) <= max(rest, default=-1) and not self._due(name)]
         if early:

@@ -11,11 +11,13 @@ import pytest
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import PROTECT, BadSnapshot, Demand, Snapshot
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import (
+    bins,
     forecast,
     options,
     plan,
     review,
     schedule,
+    search,
     table,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import (
@@ -277,6 +279,16 @@ def test_budgets_keep_replicas_out_of_one_batch() -> None:
 def test_the_reserve_is_upgraded_last() -> None:
     made = plan.make(fleet_of(6), Policy(NEW, batch_size=(2,), reserve=("n1", "n2")))
     assert made.batches[-1].nodes == ("n1", "n2")
+
+
+def test_an_empty_batch_is_not_put_before_others() -> None:
+    """It would use up a number, and with growth the next batch would be larger than its number allows."""
+    model = plan.prepare(fleet_of(3), Policy(NEW, batch_size=(1,), growth=2.0, canary=0))
+    filled = bins.Bins(model, (), {}, 3)
+    filled.refill([[group] for group in bins.grouped(model, {})])
+    filled.append()
+    assert search._turned(filled, 3, 0) is None and search._turned(filled, 0, 3) is None
+    assert search._turned(filled, 0, 2) is not None
 
 
 def test_nothing_shares_a_batch_with_the_reserve_or_comes_after_it() -> None:
