@@ -63,14 +63,16 @@ class ActionModule(ActionBase):
 
         move = moving.Move(node, call, terms, _differences(args["waived"]), lambda text: Display().display(f"  {text}"))
         try:
-            if self._play_context.check_mode:
-                return {**result, **_foretold(call(node, "checkpoint_info", terms.options), workloads)}
-            outcomes = move.away(workloads, args["candidates"]) if args["state"] == "away" else []
-            if args["state"] == "home":
+            look = self._play_context.check_mode
+            if args["state"] == "away":
+                outcomes = (move.foretell if look else move.away)(workloads, args["candidates"])
+            else:
                 told = call(node, "checkpoint_info", terms.options)
                 restored = [one for one in told.get("restored") or () if not one.get("own")]
                 guests = [one for one in restored if one.get("state") in _GUESTS]
-                outcomes = move.back([one for one in guests if one["home"] in args["candidates"]])
+                going = [one for one in guests if one["home"] in args["candidates"]]
+                foretold = [moving.Outcome(one["workload"], moving.MOVED, one["home"]) for one in going]
+                outcomes = foretold if look else move.back(going)
                 result["guests"] = [
                     {**one["declared"], "name": one["workload"]}
                     for one in guests
@@ -93,18 +95,13 @@ def _differences(waived: list[str]) -> moving.Differences:
     return lambda own, offer: compatibility.explain(tupled(own), tupled(offer), waived=waived, scope=compatibility.NODE)
 
 
-def _foretold(told: Mapping[str, Any], workloads: list[Any]) -> dict[str, Any]:
-    lacks = [one["observed"] for one in told.get("backends", {}).get("cuda_criu", {}).get("lacks", ())]
-    return {"changed": bool(workloads), "workloads": [], "msg": f"would be saved; lacking here: {lacks or 'nothing'}"}
-
-
 def judged(outcomes: list[moving.Outcome], unsaved: str) -> dict[str, Any]:
     """The result of the task: it fails if work may run twice or nowhere, or was to be saved at any price and is not."""
     unknown = [one for one in outcomes if one.how == moving.UNKNOWN]
     lost = [one for one in outcomes if one.how == moving.LOST]
     refused = [one for one in outcomes if one.how in (moving.STAYED, moving.COLD)] if unsaved == "refuse" else []
     result: dict[str, Any] = {
-        "changed": any(one.how != moving.STAYED for one in outcomes),
+        "changed": any(one.how not in (moving.STAYED, moving.ABSENT) for one in outcomes),
         "workloads": [one.as_dict() for one in outcomes],
         "moved": {one.workload: one.to for one in outcomes if one.how == moving.MOVED},
     }

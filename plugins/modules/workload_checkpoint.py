@@ -138,6 +138,10 @@ workloads:
       description: How long it took.
       type: float
       returned: with O(state=captured)
+    still:
+      description: Seconds for which it stands still by now, also while others were being saved.
+      type: float
+      returned: with O(state=captured), when it stands still
     evidence:
       description: What proves it, with the time of each step.
       type: dict
@@ -158,6 +162,7 @@ saved:
   returned: always
 """
 
+import time
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -227,6 +232,9 @@ def main() -> None:
     if state in ("committed", "reassigned", "discarded") and options.missing_artefact(p["workloads"]):
         module.fail_json(msg=options.missing_artefact(p["workloads"]))
     results = options.each(p["workloads"], act, p["concurrency"])
+    for one in results:
+        if one.get("frozen_since"):  # since when others were waited for, too
+            one["still"] = round(time.time() - one["frozen_since"], 3)
     failed = [one for one in results if not one["ok"]]
     if failed and p["gang"] and state == "captured" and not module.check_mode:
         p["state"] = state = "aborted"

@@ -25,7 +25,9 @@ extends_documentation_fragment:
 attributes:
   check_mode:
     support: partial
-    details: Says what the node lacks for it.
+    details:
+      - Foretells RV(workloads) by all that shows before anything is touched. The node that is named is the first with
+        an equal key. Whether it has room, and the declared files a place, is only known of a save that is there.
   diff_mode:
     support: none
   idempotent:

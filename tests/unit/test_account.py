@@ -391,6 +391,19 @@ REASON = {"reason": "lock_timeout", "observed": "PID 7: no answer"}
             "trainer (g1): not saved; lock_timeout: PID 7: no answer",
         ),
         ({**MOVED, "how": "saved", "to": None, "bytes": 1 << 20}, "trainer (g1): has saved itself, 1 MiB"),
+        (
+            {
+                **MOVED,
+                "how": "cold_start",
+                "to": None,
+                "reasons": [REASON],
+                "bytes": 0,
+                "kept": "t-1",
+                "next": "ansible g1",
+            },
+            "trainer (g1): started again from its own state; lock_timeout: PID 7: no answer; its save t-1 is kept for now "
+            "(next: ansible g1)",
+        ),
         ({**MOVED, "how": "absent", "to": None}, None),
     ],
 )

@@ -128,12 +128,16 @@ class Common:
     def _script(self) -> Path:
         return self._state / "suspend.py"
 
-    def _place_script(self) -> None:
-        """The part that runs by itself, on the node: this module's own files are gone once it returns."""
+    def _source_of_script(self) -> str:
         loader = suspend.__spec__.loader if suspend.__spec__ else None
         text = loader.get_source(suspend.__name__) if loader and hasattr(loader, "get_source") else None
         if not text:
             raise OSError(f"the source of {suspend.__name__} cannot be read")
+        return str(text)
+
+    def _place_script(self) -> None:
+        """The part that runs by itself, on the node: this module's own files are gone once it returns."""
+        text = self._source_of_script()
         if not self._script.exists() or self._script.read_text() != text:
             self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
             atomic_write(self._script, text.encode())
@@ -244,9 +248,9 @@ class Common:
         answers: dict[int, dict[str, Any]] = {pid: {"pid": pid, "code": None, "state": suspend.UNKNOWN} for pid in pids}
         if not pids:
             return answers
-        self._place_script()
         options = json.dumps({"timeout": self._limits.lock, "pairs": dict(pairs or {})})
-        done = self._run([sys.executable, str(self._script), action, options, *map(str, pids)], timeout=seconds)
+        argv = [sys.executable, "-", action, options, *map(str, pids)]
+        done = self._run(argv, timeout=seconds, stdin=self._source_of_script())
         for line in done.stdout.splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 said = json.loads(line)

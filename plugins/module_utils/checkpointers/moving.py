@@ -89,6 +89,8 @@ class _Job:
     source: str = SOURCE_RUNNING
     target: str | None = None
     began: float | None = None
+    begun: bool = False
+    """Whether an interrupted run has saved it."""
     absent: bool = False
     """Whether the target it was given to has proven that it does not run there."""
     visited: set[str] = field(default_factory=set)
@@ -140,17 +142,7 @@ class Move:
 
         :raises NodeLost: if the node that has the work does not answer; a timer on it lets the work go on.
         """
-        jobs = [_Job(given, Outcome(str(given["name"]), STAYED), []) for given in workloads]
-        for job in jobs:
-            if sum(other.name == job.name for other in jobs) > 1:
-                self._stay(job, self._reason(job, "policy", "place", "another workload has its name", "one name each"))
-        moving = [job for job in jobs if not job.over and job.given["save"].get("backend", "cuda_criu") == "cuda_criu"]
-        for job in jobs:
-            backend = job.given["save"].get("backend", "cuda_criu")
-            if backend not in ("cuda_criu", "hook"):
-                observed = f"backend {backend} moves what a scheduler places"
-                expected = "workload_checkpoint and workload_restore around its scheduler's own acts"
-                self._stay(job, self._reason(job, "policy", "place", observed, expected))
+        jobs, moving = self._sort_out(workloads)
         self._find_targets(moving, candidates)
         self._capture([job for job in jobs if not job.over])
         promised = [job.target for job in moving if job.target]
@@ -163,7 +155,37 @@ class Move:
         self._forget([job for job in moving if job.outcome.how == MOVED])
         return [job.outcome for job in jobs]
 
+    def foretell(self, workloads: Sequence[Mapping[str, Any]], candidates: Sequence[str]) -> list[Outcome]:
+        """What :meth:`away` would do, as far as that shows before anything is touched: ``call`` only looks. The node
+        that is named is the first with an equal key; whether it has room is known of a save only."""
+        jobs, moving = self._sort_out(workloads)
+        self._find_targets(moving, candidates)
+        asked = [job for job in jobs if not job.over and not job.begun]
+        for job, told in self._ask(self._home, "workload_checkpoint", "captured", asked, self._terms.capture):
+            if not told["ok"]:
+                self._not_captured(job, told)
+            job.over, job.outcome.bytes = not told["ok"], told.get("bytes", 0)
+        for job in jobs:
+            if not job.over:
+                job.outcome.how, job.outcome.to = (MOVED, job.target or job.fits[0]) if job in moving else (SAVED, None)
+        return [job.outcome for job in jobs]
+
     # -- the steps
+
+    def _sort_out(self, workloads: Sequence[Mapping[str, Any]]) -> tuple[list[_Job], list[_Job]]:
+        """All workloads, and those that move."""
+        jobs = [_Job(given, Outcome(str(given["name"]), STAYED), []) for given in workloads]
+        for job in jobs:
+            if sum(other.name == job.name for other in jobs) > 1:
+                self._stay(job, self._reason(job, "policy", "place", "another workload has its name", "one name each"))
+        moving = [job for job in jobs if not job.over and job.given["save"].get("backend", "cuda_criu") == "cuda_criu"]
+        for job in jobs:
+            backend = job.given["save"].get("backend", "cuda_criu")
+            if backend not in ("cuda_criu", "hook"):
+                observed = f"backend {backend} moves what a scheduler places"
+                expected = "workload_checkpoint and workload_restore around its scheduler's own acts"
+                self._stay(job, self._reason(job, "policy", "place", observed, expected))
+        return jobs, moving
 
     def _find_targets(self, jobs: Sequence[_Job], candidates: Sequence[str]) -> None:
         """What has nowhere to go is not touched; what an interrupted run has begun is finished."""
@@ -187,6 +209,7 @@ class Move:
         for job in jobs:
             record = begun.get(job.name, {})
             waiting = record.get("state") in ("frozen", "published", "committing", "committed")
+            job.begun, job.target = waiting, record.get("target") if waiting else None
             job.fits = list(candidates if waiting else offers)
             if not job.fits:
                 observed = "; ".join(refusals) or "no node is named that could take it in"
@@ -206,25 +229,28 @@ class Move:
             self._home, "workload_checkpoint", "captured", jobs, {**self._terms.capture, "gang": self._terms.gang}
         ):
             if not told["ok"]:
-                if told.get("reason"):
-                    job.outcome.reasons.append(told["reason"])
-                if told["source"] == SOURCE_GONE:
-                    job.outcome.how = ABSENT
-                else:
-                    self._say(str(told["msg"]))
+                self._not_captured(job, told)
                 if told["source"] == SOURCE_LOST:  # the driver broke it
                     self._cold(job)
                 job.over = True
                 continue
             job.artefact, job.source, job.target = told["artefact"], told["source"], told.get("target")
             job.digest = told.get("digest", "")
-            job.outcome.bytes, job.began = told["bytes"], self._now() - told["seconds"]
+            job.outcome.bytes, job.began = told["bytes"], self._now() - told.get("still", told["seconds"])
             job.outcome.progress = list(told.get("evidence", {}).get("progress", ()))
             if job.source == SOURCE_RUNNING:
                 job.outcome.how, job.over = SAVED, True
                 self._say(f"{job.name}: has saved itself ({told['evidence'].get('path')})")
             else:
                 self._say(f"{job.name}: saved, {job.outcome.bytes >> 20} MiB")
+
+    def _not_captured(self, job: _Job, told: Mapping[str, Any]) -> None:
+        if told.get("reason"):
+            job.outcome.reasons.append(told["reason"])
+        if told["source"] == SOURCE_GONE:
+            job.outcome.how = ABSENT
+        else:
+            self._say(str(told["msg"]))
 
     def _try(self, target: str, jobs: Sequence[_Job]) -> None:
         """One target: bring, look, end at the source, restore. A save that was given to another is not touched."""
@@ -437,11 +463,13 @@ class Move:
                     continue
                 job.outcome.reasons += [started["reason"]] if started.get("reason") else []
                 self._ask(home, "workload_restore", "absent", [job], {})
+                self._ask(home, "workload_restore", "discarded", [job], {})
             except NodeLost as exc:
                 self._note([job], "no_target", "home", f"{home} does not answer ({exc})", "the node it came from")
                 job.outcome.how, job.outcome.to = UNKNOWN, home
                 continue
-            self._ask(self._home, "workload_checkpoint", "returned", [job], {"target": home})
+            if self._ask(self._home, "workload_checkpoint", "returned", [job], {"target": home})[0][1]["ok"]:
+                self._ask(self._home, "workload_checkpoint", "discarded", [job], {})
             job.outcome.how = COLD
         return outcomes
 

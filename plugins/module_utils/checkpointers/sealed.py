@@ -15,6 +15,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Seal:
         if not self.recipient or self.recipient.startswith("-") or not self.recipient.isprintable():
             return f"{self.recipient!r} is not a recipient"
         done = self._encrypt("/dev/null", "/dev/null", _QUERY)
-        return "" if done.ok else done.describe()
+        return "" if done.ok else _why(done)
 
     def plain(self, artefact: str) -> Path:
         """Where the plain files of a save are while they are needed."""
@@ -96,7 +97,7 @@ class Seal:
     def can_open(self, path: Path, seconds: float) -> str:
         """Why this node cannot decrypt a file; empty if it can."""
         done = self._decrypt(str(path), "/dev/null", seconds)
-        return "" if done.ok else done.describe()
+        return "" if done.ok else _why(done)
 
     def _each(self, act: Any, paths: list[Path]) -> None:
         with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
@@ -105,7 +106,7 @@ class Seal:
 
     def _done(self, done: Completed, made: Path) -> None:
         if not done.ok:
-            raise SealError(done.describe())
+            raise SealError(_why(done))
         if not made.is_file():
             raise SealError(f"{' '.join(done.argv)} succeeded and made no {made}")
         made.chmod(0o600)
@@ -115,7 +116,8 @@ class Seal:
             return self._run(
                 ["age", "--encrypt", "--recipient", self.recipient, "--output", to, source], timeout=seconds
             )
-        gpg = ["gpg", "--batch", "--yes", "--quiet", "--trust-model", "always", "--compress-algo", "none"]
+        gpg = ["gpg", "--batch", "--yes", "--quiet", "--no-auto-key-locate", "--trust-model", "always"]
+        gpg += ["--compress-algo", "none"]
         return self._run([*gpg, "--recipient", self.recipient, "--output", to, "--encrypt", source], timeout=seconds)
 
     def _decrypt(self, source: str, to: str, seconds: float) -> Completed:
@@ -123,3 +125,9 @@ class Seal:
             identity = ["--identity", self._identity] if self._identity else []
             return self._run(["age", "--decrypt", *identity, "--output", to, source], timeout=seconds)
         return self._run(["gpg", "--batch", "--yes", "--quiet", "--output", to, "--decrypt", source], timeout=seconds)
+
+
+def _why(done: Completed) -> str:
+    """What the tool said; age's last words are where to report errors."""
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("age: report ")]
+    return replace(done, stderr="\n".join(lines)).describe()

@@ -60,6 +60,9 @@ _CONTAINED = tuple(f"namespace_{name}" for name in ("mnt", "pid", "net", "ipc", 
 _STEADY = 0.1
 """Seconds between two looks at which the processes must be the same."""
 
+_STUCK = 2.0
+"""Seconds for which a process may wait for a device before it counts as one that does not stop."""
+
 _GHOSTS = 512 << 20
 """Bytes of a deleted file that is still open; CRIU's own limit of 1 MB is too small for what frameworks leave."""
 
@@ -120,6 +123,14 @@ class Source(Common):
             found.append(self._failed(work, feature, "check", observed, expected, command, pid=pid).reason)
 
         cuda = self._cuda(processes)
+        for one in self._uninterruptible(processes):
+            refuse(
+                "unsupported_feature:uninterruptible",
+                f"PID {one.pid} {one.comm} is in state D for {_STUCK:.0f} s, and cannot be stopped",
+                "processes that can be stopped",
+                f"cat /proc/{one.pid}/stack",
+                one.pid,
+            )
         for one in processes:
             for feature, seen in one.problems:
                 if isinstance(service, Podman) and feature in _CONTAINED:
@@ -195,6 +206,16 @@ class Source(Common):
         if not found:
             found += self._room(work, processes, shown)
         return found
+
+    def _uninterruptible(self, processes: Sequence[tree.Process]) -> list[tree.Process]:
+        """Those that CRIU would wait for in vain, while the others stand still. A disk may be waited for a moment."""
+        stuck = [one for one in processes if tree.waits(one.pid, self._proc)]
+        for dummy in range(int(_STUCK / _STEADY) if stuck else 0):
+            self._sleep(_STEADY)
+            stuck = [one for one in stuck if tree.waits(one.pid, self._proc)]
+            if not stuck:
+                break
+        return stuck
 
     def _cuda(self, processes: Sequence[tree.Process]) -> dict[int, int]:
         """PIDs of the processes the driver knows as CUDA's, each with its restore thread."""

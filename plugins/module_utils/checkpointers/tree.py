@@ -100,6 +100,14 @@ def look(pid: int, proc: str = "/proc") -> Process:
     )
 
 
+def waits(pid: int, proc: str = "/proc") -> bool:
+    """Whether a process waits for something so that no signal reaches it (state D)."""
+    try:
+        return processes.parse_stat(processes.read(f"{proc}/{pid}/stat")).state == "D"
+    except OSError:
+        return False
+
+
 def inner_pid(pid: int, proc: str = "/proc") -> int:
     """The PID that a process has in its own PID namespace; its PID if it has none of its own, or is gone."""
     try:

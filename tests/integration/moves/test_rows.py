@@ -37,16 +37,22 @@ AT_THE_SOURCE: dict[str, tuple[str, int, str, str, str]] = {
 }  # fmt: skip
 
 
+# waits for its child where no signal reaches it, for as long as that has not become another program
+STUCK = 'python3 -c "import ctypes; libc = ctypes.CDLL(None); libc.vfork() or libc.pause()"'
+
+
 def test_what_goes_wrong_where_work_is_saved(works: Works) -> None:
     """One of each kind on one machine, with one of two processes that moves among them."""
     rows = {name: Work(name, pair=name.endswith("-second")) for name in AT_THE_SOURCE}
     moves = Work("moves", gpu=1, pair=True)
     restless = Work("restless", exec_before="for i in 1 2 3 4; do (while :; do sleep 0.002; done) & done;")
+    stuck = Work("stuck", exec_before=f"{STUCK} & until grep -q State:.D /proc/$$!/status; do sleep 0.05; done;")
     missing = Work("missing", extra={"save": {"paths": ["/nonexistent"]}})
     endings = {name: ({reason}, how) for name, (*dummy, reason, how) in AT_THE_SOURCE.items()}
     endings["restless"] = ({"unsupported_feature:unsteady", "dump_failed"}, "stayed")
+    endings["stuck"] = ({"unsupported_feature:uninterruptible"}, "stayed")
     endings["missing"] = ({"dump_failed"}, "stayed")
-    everybody = [*rows.values(), moves, restless, missing]
+    everybody = [*rows.values(), moves, restless, stuck, missing]
     works.start(*everybody)
     knobs = [knob.format(rows[name].pids[which]) for name, (knob, which, *dummy) in AT_THE_SOURCE.items() if knob]
     faults = [f"{rows[name].pids[0]} {fault}" for name, (*dummy, fault, reason, how) in AT_THE_SOURCE.items() if fault]

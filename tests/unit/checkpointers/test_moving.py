@@ -158,7 +158,7 @@ class World:
             node.frozen.add(work)
             node.store.add(save)
             node.saved[work] = {"state": "published"}
-            return {**told, "source": "frozen", "artefact": save, "bytes": 1, "seconds": 1.0, "target": None}
+            return {**told, "source": "frozen", "artefact": save, "bytes": 1, "seconds": 1.0, "still": 60.0}
         if state == "committed":
             if record.get("state") == "committed" and record["target"] != options["target"]:
                 raise AssertionError("given to two")
@@ -259,7 +259,9 @@ BOTH = [work("one"), work("two")]
 
 def test_all_move_to_the_first_that_takes_them() -> None:
     world = three()
-    assert how(move(world).away(BOTH, ["a", "b"])) == [(MOVED, "a"), (MOVED, "a")]
+    outcomes = move(world).away(BOTH, ["a", "b"])
+    assert how(outcomes) == [(MOVED, "a"), (MOVED, "a")]
+    assert {one.seconds for one in outcomes} == {60.0}, "it stood still also while others were saved"
     assert world.nodes["a"].running == {"one", "two"}
     order = [state for name, state in world.calls if name in ("home", "a")]
     assert order.index("prepared") < order.index("committed") < order.index("restored") < order.index("discarded")
@@ -378,6 +380,38 @@ def test_work_that_its_driver_broke_starts_again() -> None:
     (outcome,) = move(world).away([work("one")], ["a"])
     assert (outcome.how, outcome.reasons[0]["reason"]) == (COLD, "checkpoint_failed")
     assert ("home", "returned") in world.calls
+
+
+def test_a_forecast_touches_nothing_and_says_what_would_be() -> None:
+    world = three(a=Node(facts={"driver": "590.44.01"}))
+    world.nodes["home"].running.discard("gone")
+    real = world.one
+
+    def look(name: str, node: Node, state: str, options: Mapping[str, Any], given: Any) -> dict[str, Any]:
+        assert (name, state) == ("home", "captured"), "in check mode, nothing else is asked for"
+        if given["name"] not in node.running:
+            return real(name, node, state, options, given)
+        refused = given["save"].get("refused")
+        reason = {"reason": refused, "source": "running"} if refused else None
+        told = {"workload": given["name"], "source": "running", "reason": reason, "msg": "refused", "bytes": 7}
+        return {**told, "ok": not refused}
+
+    world.one = look  # type: ignore[method-assign]
+    rows = [work("one"), work("two", refused="unsupported_feature:mps"), work("gone")]
+    before = str(world.nodes)
+    outcomes = move(world).foretell(rows, ["a", "b"])
+    assert how(outcomes) == [(MOVED, "b"), (STAYED, None), (ABSENT, None)]
+    assert outcomes[1].reasons[0]["reason"] == "unsupported_feature:mps" and outcomes[0].bytes == 7
+    assert str(world.nodes) == before
+    assert how(move(world).foretell([work("one")], ["a"])) == [(STAYED, None)], "no node has an equal key"
+    assert how(move(world).foretell([work("one", backend="hook")], [])) == [(SAVED, None)]
+    world.one = real  # type: ignore[method-assign]
+    world.dies_in = {("a", "restored"): False}
+    for node in world.nodes.values():
+        node.facts = {"driver": "580.95.05"}
+    move(world, patience=0).away([work("one")], ["a"])
+    world.nodes["a"].lost = False
+    assert how(move(world).foretell([work("one")], ["a", "b"])) == [(MOVED, "a")], "what an interrupted run began"
 
 
 def test_two_of_one_name_are_not_touched() -> None:
@@ -524,6 +558,7 @@ def test_a_guest_stays_if_it_cannot_go_home(where: tuple[str, str]) -> None:
     assert outcome.how == COLD
     assert world.nodes["a"].running == {"one"}
     assert world.nodes["a"].came["one"]["state"] == "running"
+    assert not any(node.store for node in world.nodes.values()), "what it left with is out of date"
 
 
 def test_on_the_way_home_the_controller_may_die_after_any_call() -> None:

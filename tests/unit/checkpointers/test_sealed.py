@@ -90,6 +90,16 @@ def test_a_recipient_that_is_none_is_found_first(
     assert seal(tmp_path, {**keys[tool], "recipient": recipient}).trouble()
 
 
+def test_what_is_wrong_is_told_in_the_tools_words(tmp_path: Path, keys: dict[str, dict[str, str]], files: Path) -> None:
+    """age says last where to report errors; and GnuPG would look for an unknown recipient in the network first."""
+    stranger = seal(tmp_path, {**keys["gpg"], "recipient": "nobody@example.com"})
+    assert "No public key" in stranger.trouble()
+    seal(tmp_path, keys["age"]).close(files, tmp_path / "store", 30)
+    command("age-keygen", "--output", str(tmp_path / "another"))
+    other = seal(tmp_path, {**keys["age"], "identity": str(tmp_path / "another")})
+    assert "no identity matched" in other.can_open(tmp_path / "store/images/empty.img.age", 30)
+
+
 def test_a_tool_that_is_not_installed_is_named(tmp_path: Path) -> None:
     def none(argv: Sequence[str], **dummy: Any) -> execution.Completed:
         return execution.run(["/nonexistent/age"], timeout=5)
