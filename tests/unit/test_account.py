@@ -401,8 +401,8 @@ REASON = {"reason": "lock_timeout", "observed": "PID 7: no answer"}
                 "kept": "t-1",
                 "next": "ansible g1",
             },
-            "trainer (g1): started again from its own state; lock_timeout: PID 7: no answer; its save t-1 is kept for now "
-            "(next: ansible g1)",
+            "trainer (g1): started again from its own state; lock_timeout: PID 7: no answer; "
+            "its save t-1 is kept for now (next: ansible g1)",
         ),
         ({**MOVED, "how": "absent", "to": None}, None),
     ],
