@@ -65,9 +65,10 @@ def test_a_fleet_that_cannot_be_upgraded_says_why(tmp_path: Path) -> None:
 def test_defaults_are_enough(tmp_path: Path) -> None:
     name = "gpu_snapshot=examples/fleets/training-97.json"
     command = ["ansible-playbook", "gpufleet.driver.plan", "-e", name, "-e", "gpu_driver_version=580.95.05"]
-    done = played([*command, "-e", "gpu_batchsize=3"], tmp_path)
+    misspelt = played([*command, "-e", "gpu_batchsize=3"], tmp_path)
+    assert misspelt.returncode != 0 and "no setting gpu_batchsize (did you mean gpu_batch_size?)" in misspelt.stdout
+    done = played(command, tmp_path)
     assert done.returncode == 0, done.stdout
-    assert "this setting has no effect: gpu_batchsize (did you mean gpu_batch_size?)" in done.stdout
     assert len(json.loads((tmp_path / "gpu-upgrade-plan.json").read_text())["order"]) == 32
 
 

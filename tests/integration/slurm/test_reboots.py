@@ -72,7 +72,9 @@ def test_a_reboot_through_slurm_by_somebody_else_opens_the_node_and_is_noticed_A
 def test_a_reboot_through_slurm_that_leaves_the_node_down_is_still_ours(slurm: Cluster) -> None:
     slurm.backend().cordon(["gpu-1"], R1)
     eager = slurm.submit("sleep 300", "--gres=gpu:1", node="gpu-1")
+    boots = slurm.state / "nodes/gpu-1.boots"
+    before = boots.read_text() if boots.exists() else ""
     slurm.sh("scontrol", "reboot", "nextstate=DOWN", "gpu-1")
-    until((slurm.state / "nodes/gpu-1.boots").exists, "it reboots")
+    until(lambda: boots.exists() and boots.read_text() != before, "it reboots")
     until(lambda: "REBOOT_ISSUED" not in slurm.node("gpu-1").state and not slurm.node("gpu-1").silent, "it is back", 60)
     goes_to_work_when_proven(slurm, eager)
