@@ -147,12 +147,12 @@ def driver_versions(
 
 
 def doubles(nodes: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """The names of each machine that has several: nodes (``gpu_node``) with the same ``boot_id``, which no two machines
-    share, and no two boots of one. A node of which it is not known is left out."""
+    """The names of each machine that has several: nodes (``gpu_node``) of one ``machine``, its boot id and its own name
+    for itself. Copies of a virtual machine may share the boot id. A node of which nothing is known is left out."""
     names: dict[str, list[str]] = {}
     for node in nodes:
-        if node.get("boot_id"):
-            names.setdefault(node["boot_id"], []).append(str(node["name"]))
+        if node.get("machine"):
+            names.setdefault(node["machine"], []).append(str(node["name"]))
     return [each for each in names.values() if len(each) > 1]
 
 

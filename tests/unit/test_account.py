@@ -46,9 +46,14 @@ def test_one_reason_is_said_once_for_all_its_nodes() -> None:
 
 
 def test_a_machine_under_two_names_is_found() -> None:
-    nodes = [{"name": "a", "boot_id": "1"}, {"name": "b", "boot_id": "2"}, {"name": "a.example.com", "boot_id": "1"}]
-    unknown = [{"name": "c"}, {"name": "d", "boot_id": ""}, {"name": "e", "boot_id": ""}]
-    assert account.doubles([*nodes, *unknown]) == [["a", "a.example.com"]]
+    nodes = [
+        {"name": "a", "machine": "1 a"},
+        {"name": "b", "machine": "2 b"},
+        {"name": "a.example.com", "machine": "1 a"},
+    ]
+    copies = [{"name": "f", "machine": "3 f"}, {"name": "g", "machine": "3 g"}]
+    unknown = [{"name": "c"}, {"name": "d", "machine": ""}, {"name": "e", "machine": ""}]
+    assert account.doubles([*nodes, *copies, *unknown]) == [["a", "a.example.com"]]
 
 
 def finding(check: str, message: str, following: str | None = None, level: str = "error") -> dict[str, Any]:

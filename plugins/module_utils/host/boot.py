@@ -652,6 +652,11 @@ def initrd_finding(kernel: str, image: str, inside: Mapping[str, str], module: M
 # --- Reboot, boot id, space ----------------------------------------------------------------------------------------
 
 
+def host_name(proc: str = "/proc") -> str:
+    """The name the kernel has for this machine."""
+    return _read(Path(proc, "sys/kernel/hostname")).strip()
+
+
 def boot_id(proc: str = "/proc") -> str | None:
     """The kernel's random id of this boot: it changes with a reboot and with nothing else."""
     return _read(Path(proc, "sys/kernel/random/boot_id")).strip() or None

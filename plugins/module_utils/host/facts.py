@@ -639,6 +639,7 @@ def _boot(run: Runner, roots: Roots, timeout: float) -> tuple[dict[str, Any], li
         )
     facts = {
         "id": boot.boot_id(roots.proc),
+        "host": boot.host_name(roots.proc),
         "time": boot.boot_time(roots.proc),
         "reboot_pending": reasons,
         "space": [asdict(item) for item in spaces],

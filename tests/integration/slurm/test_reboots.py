@@ -69,12 +69,14 @@ def test_a_reboot_through_slurm_by_somebody_else_opens_the_node_and_is_noticed_A
     assert proof.failed and "drain it, then validate again" in proof.msg
 
 
-def test_a_reboot_through_slurm_that_leaves_the_node_down_is_still_ours(slurm: Cluster) -> None:
+def test_a_reboot_through_slurm_that_leaves_the_node_down_is_noticed_and_left_so(slurm: Cluster) -> None:
+    """The drain is gone, and Slurm itself has the node down: that is for whoever had it rebooted."""
     slurm.backend().cordon(["gpu-1"], R1)
     eager = slurm.submit("sleep 300", "--gres=gpu:1", node="gpu-1")
-    boots = slurm.state / "nodes/gpu-1.boots"
-    before = boots.read_text() if boots.exists() else ""
     slurm.sh("scontrol", "reboot", "nextstate=DOWN", "gpu-1")
-    until(lambda: boots.exists() and boots.read_text() != before, "it reboots")
-    until(lambda: "REBOOT_ISSUED" not in slurm.node("gpu-1").state and not slurm.node("gpu-1").silent, "it is back", 60)
-    goes_to_work_when_proven(slurm, eager)
+    until(lambda: slurm.node("gpu-1").state == {"DOWN"} and not slurm.node("gpu-1").silent, "it is back", 60)
+    proof = slurm.backend().validate(["gpu-1"], R1, {"gpu-1": 4}, 20)["gpu-1"]
+    assert "DOWN by slurm" in proof.msg and "no job was run there" in proof.msg
+    left = slurm.backend().uncordon(["gpu-1"], R1)["gpu-1"]
+    assert not left.changed and "it is left so" in left.msg
+    assert slurm.job(eager).state == "PENDING"

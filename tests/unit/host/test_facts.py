@@ -233,6 +233,7 @@ def test_this_machine(tmp_path: Path) -> None:
     seen = facts.observe(execution.run, timeout=20, roots=roots)
     assert seen["kernel"]["running"] == Path("/proc/sys/kernel/osrelease").read_text().strip()
     assert seen["boot"]["id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert seen["boot"]["host"] == Path("/proc/sys/kernel/hostname").read_text().strip()
     assert seen["library"]["status"] == "library_not_found"
     assert {*facts.SECTIONS, "secure_boot"} <= set(seen)
     assert all(set(finding) == {"check", "level", "message", "evidence", "next"} for finding in seen["findings"])
