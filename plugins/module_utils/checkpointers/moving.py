@@ -13,6 +13,7 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -393,7 +394,8 @@ class Move:
         order = {**about, "artefact": job.artefact, **({"save": {"encrypt": encrypt}} if encrypt else {})}
         given = json.dumps({"state": "prepared", "workloads": [order]})
         job.outcome.kept = job.artefact
-        job.outcome.next = f"ansible {self._home} -b -m gpufleet.driver.workload_restore -a '{given}'"
+        home = shlex.quote(self._home)
+        job.outcome.next = f"ansible {home} -b -m gpufleet.driver.workload_restore -a {shlex.quote(given)}"
         self._say(
             f"{job.name}: its save {job.artefact} stays on {self._home}; whether it can be used: {job.outcome.next}"
         )

@@ -18,6 +18,7 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -336,7 +337,7 @@ def still_bound(jobs: Iterable[Job]) -> list[str]:
     ]
     return [
         f"{called(job)} of {job.user} still runs bound to nodes with {found.feature}; if it comes back to the queue "
-        f"when there are none: scontrol update jobid={job.shown} features={found.was}"
+        f"when there are none: scontrol update jobid={job.shown} {shlex.quote(f'features={found.was}')}"
         for job, found in bound_to
     ]
 

@@ -250,7 +250,7 @@ def test_a_job_that_still_runs_bound_to_a_driver_is_named_with_the_way_out() -> 
     changed = replace(moved, constraint="a100")
     jobs = [moved, changed, noted(SAVER, Token("r1", "done", 1)), replace(moved, state="PENDING", nodes=())]
     assert [line.rpartition(": ")[2] for line in slurm_jobs.still_bound(jobs)] == [
-        "scontrol update jobid=3_1 features=a&b"
+        "scontrol update jobid=3_1 'features=a&b'"
     ]
 
 
