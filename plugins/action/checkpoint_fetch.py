@@ -27,8 +27,6 @@ class ActionModule(ActionBase):
         missing = [key for key in ("artefact", "source") if not args.get(key)]
         if missing:
             return {**result, "failed": True, "msg": f"missing required arguments: {', '.join(missing)}"}
-        if self._play_context.check_mode:
-            return {**result, "changed": True, "msg": f"{args['artefact']} would be brought from {args['source']}"}
         try:
             return {**result, **Nodes(self, variables).fetch(node, args)}
         except AnsibleConnectionFailure as exc:

@@ -70,13 +70,10 @@ class ActionModule(ActionBase):
                 told = call(node, "checkpoint_info", terms.options)
                 restored = [one for one in told.get("restored") or () if not one.get("own")]
                 guests = [one for one in restored if one.get("state") in _GUESTS]
-                going = [one for one in guests if one["home"] in args["candidates"]]
-                foretold = [moving.Outcome(one["workload"], moving.MOVED, one["home"]) for one in going]
-                outcomes = foretold if look else move.back(going)
+                outcomes = move.back([one for one in guests if one["home"] in args["candidates"]], look)
+                gone = {one.workload for one in outcomes if one.how not in (moving.STAYED, moving.COLD)}
                 result["guests"] = [
-                    {**one["declared"], "name": one["workload"]}
-                    for one in guests
-                    if one["home"] not in args["candidates"]
+                    {**one["declared"], "name": one["workload"]} for one in guests if one["workload"] not in gone
                 ]
         except moving.NodeLost as exc:
             return {**result, "failed": True, "lost": True, "msg": f"{node} stopped answering: {exc}"}

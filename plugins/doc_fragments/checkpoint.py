@@ -190,8 +190,8 @@ options:
                 required: true
               identity:
                 description:
-                  - For V(age). File with the secret key on nodes that take the work in. With V(gpg), the secret key is
-                    in root's keyring.
+                  - For V(age). File with the secret key, on nodes that take the work in and on the one it comes home
+                    to. With V(gpg), the secret key is in root's keyring, without a passphrase.
                 type: path
               scratch:
                 description:

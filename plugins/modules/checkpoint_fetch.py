@@ -20,6 +20,7 @@ extends_documentation_fragment:
 attributes:
   check_mode:
     support: full
+    details: Reads the manifest on O(source), and says whether it would be copied.
   diff_mode:
     support: none
   idempotent:
@@ -111,7 +112,9 @@ def main() -> None:
         manifest = json.loads(p["manifest"])
         if not isinstance(manifest, dict) or manifest.get("id") != p["artefact"]:
             module.fail_json(msg=f"{p['source']} sent the manifest of another save than {p['artefact']}")
-        if p["finish"]:
+        if module.check_mode:
+            changed, missing = not artefact.place(p["store"], p["artefact"]).exists(), []
+        elif p["finish"]:
             changed, missing = artefact.accept(p["store"], manifest), []
         else:
             changed, missing = False, artefact.receive(p["store"], manifest)

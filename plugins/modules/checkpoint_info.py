@@ -29,6 +29,30 @@ options:
     description: CRIU's program.
     type: str
     default: criu
+  encrypt:
+    description:
+      - For whom saves are encrypted, each as O(gpufleet.driver.workload_checkpoint#module:workloads[].save.encrypt). It
+        is tried whether this node can decrypt what is encrypted so.
+    type: list
+    elements: dict
+    default: []
+    suboptions:
+      tool:
+        description: Program that encrypts.
+        type: str
+        choices: [age, gpg]
+        default: age
+      recipient:
+        description: For whom.
+        type: str
+        required: true
+      identity:
+        description: File with the key that decrypts, for V(age).
+        type: path
+      scratch:
+        description: Directory for plain files while they are needed. Not used here.
+        type: path
+        default: /dev/shm/gpufleet
 seealso:
   - module: gpufleet.driver.checkpoint_collect
   - module: gpufleet.driver.workload_checkpoint
@@ -74,6 +98,11 @@ problems:
   description: Id of each save that is not what was published, with what is wrong.
   type: dict
   returned: with O(verify=true)
+cannot_decrypt:
+  description: For each of O(encrypt), why this node cannot decrypt it. Empty if it can.
+  type: list
+  elements: str
+  returned: always
 waited_for:
   description:
     - Saves that must stay, by id, with the reason. Their work is not yet proven to go on.
@@ -97,6 +126,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, facts, garbage, options
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import Seal
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
 
 
@@ -106,6 +136,7 @@ def main() -> None:
             "store": {"type": "path", "default": "/var/lib/gpufleet/store"},
             "verify": {"type": "bool", "default": False},
             "criu": {"type": "str", "default": "criu"},
+            "encrypt": {"type": "list", "elements": "dict", "default": [], "options": dict(options.ENCRYPT)},
             "state_dir": {"type": "path", "default": "/var/lib/gpufleet"},
         },
         supports_check_mode=True,
@@ -133,6 +164,7 @@ def main() -> None:
         "free_bytes": artefact.free_bytes(p["store"]),
         "saves": saves,
         "leftovers": leftovers,
+        "cannot_decrypt": [Seal(execution.run, one).trouble_opening() for one in p["encrypt"]],
         "waited_for": garbage.needed(p["state_dir"]),
         "stopped": garbage.records(p["state_dir"], "checkpoints"),
         "restored": garbage.records(p["state_dir"], "restores"),

@@ -117,7 +117,7 @@ class Nodes:
             raise AnsibleError(f"{source}: the manifest of {wanted} is damaged: {exc}") from exc
         given = {**options, "manifest": manifest}
         told = self.module(name, "checkpoint_fetch", given)
-        if told.get("failed"):
+        if told.get("failed") or self._action._task.check_mode:
             return told
         sizes = {str(file["path"]): int(file["size"]) for file in said["files"]}
         small, large = parted(told["missing"], sizes)

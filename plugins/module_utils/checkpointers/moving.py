@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Callable
 
@@ -38,6 +38,9 @@ Call = Callable[[str, str, Mapping[str, Any]], Mapping[str, Any]]
 """Node, module and its options → the module's result, also if it failed. Raises :class:`NodeLost`."""
 
 Differences = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Any]]
+
+
+_LOOK = "ansible NODE -m gpufleet.driver.checkpoint_info"
 
 
 class NodeLost(Exception):
@@ -118,6 +121,22 @@ def other_gpus(own: Mapping[str, Any], offer: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _encrypted(given: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """For whom workloads are encrypted, each once."""
+    found: list[Mapping[str, Any]] = []
+    for one in given:
+        encrypt = one["save"].get("encrypt")
+        if encrypt and encrypt not in found:
+            found.append(encrypt)
+    return found
+
+
+def _closed(job: _Job, encrypted: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> str:
+    """Why a node cannot decrypt the save of a workload, by what ``checkpoint_info`` says of ``encrypted``."""
+    encrypt = job.given["save"].get("encrypt")
+    return str(told["cannot_decrypt"][encrypted.index(encrypt)]) if encrypt else ""
+
+
 class Move:
     """One node's workloads on their way to others. ``say`` tells a person what happens."""
 
@@ -167,8 +186,14 @@ class Move:
                 self._not_captured(job, told)
             job.over, job.outcome.bytes = not told["ok"], told.get("bytes", 0)
         for job in jobs:
-            if not job.over:
-                job.outcome.how, job.outcome.to = (MOVED, job.target or job.fits[0]) if job in moving else (SAVED, None)
+            if job.over:
+                continue
+            if job in moving:
+                job.outcome.how, job.outcome.to = MOVED, job.target or job.fits[0]
+                self._say(f"{job.name}: would be moved to {job.outcome.to}, {job.outcome.bytes >> 20} MiB")
+            else:
+                job.outcome.how = SAVED
+                self._say(f"{job.name}: would be asked to save itself, and run on until it is stopped")
         return [job.outcome for job in jobs]
 
     # -- the steps
@@ -192,12 +217,13 @@ class Move:
         """What has nowhere to go is not touched; what an interrupted run has begun is finished."""
         if not jobs:
             return
-        own = self._info(self._home)
+        encrypted = _encrypted(job.given for job in jobs)
+        own = self._info(self._home, encrypted)
         begun = {one["workload"]: one for one in own["stopped"]}
         offers, refusals = {}, []
         for name in candidates:
             try:
-                offers[name] = self._info(name)
+                offers[name] = self._info(name, encrypted)
             except NodeLost as exc:
                 refusals.append(f"{name} does not answer ({exc})")
         for name, offer in list(offers.items()):
@@ -211,16 +237,37 @@ class Move:
             record = begun.get(job.name, {})
             waiting = record.get("state") in ("frozen", "published", "committing", "committed")
             job.begun, job.target = waiting, record.get("target") if waiting else None
-            job.fits = list(candidates if waiting else offers)
-            if not job.fits:
+            if waiting:
+                job.fits = list(candidates)
+                continue
+            closed = {name: trouble for name, offer in offers.items() if (trouble := _closed(job, encrypted, offer))}
+            here = _closed(job, encrypted, own)
+            for name, trouble in closed.items():
+                self._say(f"{job.name}: not to {name}, which cannot decrypt its save: {trouble}")
+            job.fits = [] if here else [name for name in offers if name not in closed]
+            if here:  # nor could it come home, or be restored here if nobody else can
+                self._stay(job, self._no_key(job, self._home, here))
+            elif offers and not job.fits:
+                self._stay(job, self._no_key(job, *next(iter(closed.items()))))
+            elif not job.fits:
                 observed = "; ".join(refusals) or "no node is named that could take it in"
                 self._stay(job, self._reason(job, "no_target", "place", observed, "a node with an equal key"))
 
-    def _info(self, node: str) -> Mapping[str, Any]:
-        told = self._call(node, "checkpoint_info", self._terms.options)
+    def _info(self, node: str, encrypted: Sequence[Mapping[str, Any]] = ()) -> Mapping[str, Any]:
+        about = {"encrypt": list(encrypted)} if encrypted else {}
+        told = self._call(node, "checkpoint_info", {**self._terms.options, **about})
         if told.get("failed"):
             raise NodeLost(str(told.get("msg")))
         return told
+
+    def _no_key(self, job: _Job, node: str, trouble: str) -> Reason:
+        encrypt = job.given["save"]["encrypt"]
+        given = json.dumps({"encrypt": [encrypt]})
+        look = f"ansible {shlex.quote(node)} -b -m gpufleet.driver.checkpoint_info -a {shlex.quote(given)}"
+        expected = f"the key of {encrypt['recipient']} on {node}"
+        return self._reason(
+            job, "key_mismatch:encryption", "place", f"{node} cannot decrypt its save: {trouble}", expected, look
+        )
 
     def _capture(self, jobs: Sequence[_Job]) -> None:
         if not jobs:
@@ -428,14 +475,22 @@ class Move:
 
     # -- the way back
 
-    def back(self, taken_in: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """Bring work that was taken in here (records of ``checkpoint_info``) back to the nodes it came from."""
-        outcomes = []
+    def back(self, taken_in: Sequence[Mapping[str, Any]], only_look: bool = False) -> list[Outcome]:
+        """Bring work that was taken in here (records of ``checkpoint_info``) back to the nodes it came from; or say
+        what would be done."""
+        jobs = []
         for record in taken_in:
-            home = str(record["home"])
-            given = {**record["declared"], "name": record["workload"]}
-            job = _Job(given, Outcome(str(record["workload"]), STAYED), [home])
-            outcomes.append(job.outcome)
+            given = {"save": {}, **record["declared"], "name": record["workload"]}
+            jobs.append(_Job(given, Outcome(str(record["workload"]), STAYED), [str(record["home"])]))
+        self._look_home([job for job, record in zip(jobs, taken_in) if record["state"] == "running"])
+        for job in jobs:
+            if job.over:
+                continue
+            home = job.fits[0]
+            if only_look:
+                job.outcome.how, job.outcome.to = MOVED, home
+                self._say(f"{job.name}: would be stopped, and started on {home}, where it came from")
+                continue
             began = self._now()
             self._say(f"{job.name}: from {self._home} back to {home}")
             told = self._ask(self._home, "workload_checkpoint", "left", [job], {"node": self._home})[0][1]
@@ -473,7 +528,24 @@ class Move:
             if self._ask(self._home, "workload_checkpoint", "returned", [job], {"target": home})[0][1]["ok"]:
                 self._ask(self._home, "workload_checkpoint", "discarded", [job], {})
             job.outcome.how = COLD
-        return outcomes
+        return [job.outcome for job in jobs]
+
+    def _look_home(self, jobs: Sequence[_Job]) -> None:
+        """What has no node that answers to go home to, or one that cannot decrypt what it leaves with, stays."""
+        encrypted = _encrypted(job.given for job in jobs)
+        homes: dict[str, Mapping[str, Any]] = {}
+        for home in dict.fromkeys(job.fits[0] for job in jobs):
+            try:
+                homes[home] = self._info(home, encrypted)
+            except NodeLost as exc:
+                for job in jobs:
+                    if job.fits == [home]:
+                        observed = f"{home} does not answer ({exc})"
+                        self._stay(job, self._reason(job, "no_target", "home", observed, "the node it came from"))
+        for job in jobs:
+            closed = "" if job.over else _closed(job, encrypted, homes[job.fits[0]])
+            if closed:
+                self._stay(job, self._no_key(job, job.fits[0], closed))
 
     # -- helpers
 
@@ -505,8 +577,7 @@ class Move:
                 self._say(f"waiting at most {deadline - self._now():.0f} s for {node}: {exc}")
                 self._sleep(10.0)
 
-    def _reason(self, job: _Job, reason: str, step: str, observed: str, expected: str) -> Reason:
-        look = "ansible NODE -m gpufleet.driver.checkpoint_info"
+    def _reason(self, job: _Job, reason: str, step: str, observed: str, expected: str, look: str = _LOOK) -> Reason:
         return Reason(reason, step, observed, expected, look, job.source, job.name, self._home)
 
     def _note(self, jobs: Sequence[_Job], reason: str, step: str, observed: str, expected: str) -> None:

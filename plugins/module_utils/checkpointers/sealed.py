@@ -13,6 +13,7 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -56,6 +57,13 @@ class Seal:
             return f"{self.recipient!r} is not a recipient"
         done = self._encrypt("/dev/null", "/dev/null", _QUERY)
         return "" if done.ok else _why(done)
+
+    def trouble_opening(self) -> str:
+        """Why this node could not decrypt what is encrypted for the recipient; empty if it can."""
+        with tempfile.TemporaryDirectory(prefix="gpufleet-") as place:
+            sealed = Path(place, f"nothing{self.suffix}")
+            done = self._encrypt("/dev/null", str(sealed), _QUERY)
+            return self.can_open(sealed, _QUERY) if done.ok else _why(done)
 
     def plain(self, artefact: str) -> Path:
         """Where the plain files of a save are while they are needed."""

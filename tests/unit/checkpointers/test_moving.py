@@ -43,6 +43,8 @@ class Node:
     saved: dict[str, dict[str, Any]] = field(default_factory=dict)
     came: dict[str, dict[str, Any]] = field(default_factory=dict)
     lost: bool = False
+    key: bool = True
+    """Whether it can decrypt what is encrypted."""
 
 
 class World:
@@ -92,6 +94,7 @@ class World:
         name = next(name for name, one in self.nodes.items() if one is node)
         if module == "checkpoint_info":
             return {
+                "cannot_decrypt": ["" if node.key else "No secret key" for dummy in options.get("encrypt", ())],
                 "facts": node.facts,
                 "gpus": [{"uuid": uuid} for uuid in node.gpus],
                 "backends": {"cuda_criu": {"lacks": [{"observed": lack} for lack in node.lacks]}},
@@ -339,6 +342,37 @@ def test_nothing_is_touched_that_has_nowhere_to_go() -> None:
     assert {state for dummy, state in world.calls} == {"checkpoint_info"}
 
 
+def sealed(name: str) -> dict[str, Any]:
+    return work(name, encrypt={"tool": "gpg", "recipient": "ops@example.com"})
+
+
+KEYLESS: dict[str, tuple[set[str], list[tuple[str, str | None]], str]] = {
+    "the-first": ({"a"}, [(MOVED, "b"), (MOVED, "a")], ""),
+    "all-targets": ({"a", "b"}, [(STAYED, None), (MOVED, "a")], "a cannot decrypt its save: No secret key"),
+    "the-node-it-comes-home-to": ({"home"}, [(STAYED, None), (MOVED, "a")], "home cannot decrypt its save"),
+}
+
+
+@pytest.mark.parametrize(("keyless", "ending", "observed"), KEYLESS.values(), ids=KEYLESS)
+def test_who_cannot_decrypt_is_found_before_anything_is_touched(
+    keyless: set[str], ending: list[tuple[str, str | None]], observed: str
+) -> None:
+    world = three()
+    for name in keyless:
+        world.nodes[name].key = False
+    outcomes = move(world).away([sealed("one"), work("two")], ["a", "b"])
+    assert how(outcomes) == ending
+    reasons = [(one["reason"], one["observed"], one["next"]) for one in outcomes[0].reasons]
+    if not observed:
+        assert reasons == []
+        return
+    ((reason, seen, command),) = reasons
+    assert reason == "key_mismatch:encryption" and seen.startswith(observed)
+    node = seen.split()[0]
+    assert command.startswith(f"ansible {node} -b -m gpufleet.driver.checkpoint_info -a ") and "ops@example" in command
+    assert "one" not in world.nodes["home"].saved, "it was not stopped"
+
+
 def test_other_gpus_need_a_driver_that_restores_to_them() -> None:
     for driver, expected in (("570.86.10", (STAYED, None)), ("580.95.05", (MOVED, "a"))):
         world = three(a=Node(gpus=("GPU-x",)))
@@ -559,6 +593,17 @@ def test_a_guest_stays_if_it_cannot_go_home(where: tuple[str, str]) -> None:
     assert world.nodes["a"].running == {"one"}
     assert world.nodes["a"].came["one"]["state"] == "running"
     assert not any(node.store for node in world.nodes.values()), "what it left with is out of date"
+
+
+@pytest.mark.parametrize(("trouble", "reason"), [("key", "key_mismatch:encryption"), ("lost", "no_target")])
+def test_a_guest_is_not_stopped_for_a_home_that_cannot_have_it(trouble: str, reason: str) -> None:
+    world = guest()
+    world.nodes["a"].came["one"]["declared"] = sealed("one")
+    setattr(world.nodes["home"], trouble, trouble == "lost")
+    (outcome,) = back(world)
+    assert (outcome.how, outcome.reasons[0]["reason"]) == (STAYED, reason)
+    assert "left" not in [state for dummy, state in world.calls]
+    assert world.nodes["a"].running == {"one"}
 
 
 def test_on_the_way_home_the_controller_may_die_after_any_call() -> None:

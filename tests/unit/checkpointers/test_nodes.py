@@ -71,9 +71,18 @@ def test_an_artefact_arrives_whole(tmp_path: Path, broken: bool) -> None:
     (tmp_path / "inventory.yml").write_text(json.dumps({"all": {"hosts": {"one": {}, "two": {}}, "vars": local}}))
     options = {"artefact": "save-1", "source": "one", "store": str(there), "source_store": str(here)}
     command = ["ansible", "-i", str(tmp_path / "inventory.yml"), "two", "-m", "gpufleet.driver.checkpoint_fetch"]
-    done = subprocess.run(
-        [*command, "-a", json.dumps(options)], capture_output=True, text=True, timeout=120, check=False
-    )
+
+    def fetch(*flags: str) -> subprocess.CompletedProcess[str]:
+        argv = [*command, "-a", json.dumps(options), *flags]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+
+    before = sorted(there.rglob("*"))
+    looked = fetch("--check")
+    assert '"changed": true' in looked.stdout and sorted(there.rglob("*")) == before, looked.stdout
+    done = fetch()
     assert done.returncode == 0, done.stdout + done.stderr
     assert artefact.verify(there, "save-1") == []
     assert f'"moved_pieces": {20 if broken else 21}' in done.stdout
+    assert '"changed": false' in fetch("--check").stdout
+    options["artefact"] = "save-2"
+    assert "FAILED" in fetch("--check").stdout, "there is no such save"

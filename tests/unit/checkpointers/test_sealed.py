@@ -69,7 +69,7 @@ def test_what_goes_in_comes_out_and_is_plain_nowhere_else(
     tmp_path: Path, keys: dict[str, dict[str, str]], files: Path, tool: str
 ) -> None:
     one = seal(tmp_path, keys[tool])
-    assert one.trouble() == ""
+    assert one.trouble() == one.trouble_opening() == ""
     store = tmp_path / "store"
     one.close(files, store, 30)
     names = artefact.contents(store)
@@ -87,7 +87,8 @@ def test_what_goes_in_comes_out_and_is_plain_nowhere_else(
 def test_a_recipient_that_is_none_is_found_first(
     tmp_path: Path, keys: dict[str, dict[str, str]], tool: str, recipient: str
 ) -> None:
-    assert seal(tmp_path, {**keys[tool], "recipient": recipient}).trouble()
+    one = seal(tmp_path, {**keys[tool], "recipient": recipient})
+    assert one.trouble() and one.trouble_opening()
 
 
 def test_what_is_wrong_is_told_in_the_tools_words(tmp_path: Path, keys: dict[str, dict[str, str]], files: Path) -> None:
@@ -104,7 +105,8 @@ def test_a_tool_that_is_not_installed_is_named(tmp_path: Path) -> None:
     def none(argv: Sequence[str], **dummy: Any) -> execution.Completed:
         return execution.run(["/nonexistent/age"], timeout=5)
 
-    assert "not found" in seal(tmp_path, {"tool": "age", "recipient": "age1x"}, none).trouble()
+    one = seal(tmp_path, {"tool": "age", "recipient": "age1x"}, none)
+    assert "not found" in one.trouble() and "not found" in one.trouble_opening()
 
 
 @TOOLS
@@ -122,6 +124,7 @@ def test_damage_and_another_key_open_nothing(
     monkeypatch.setenv("GNUPGHOME", str(tmp_path / "other"))
     stranger = seal(tmp_path, {**keys[tool], "identity": "/nonexistent"})
     assert stranger.can_open(store / f"images/empty.img.{tool}", 30)
+    assert stranger.trouble_opening()
 
 
 @pytest.fixture
