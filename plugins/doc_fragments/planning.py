@@ -111,7 +111,9 @@ options:
     elements: dict
     default: []
   now:
-    description: When the upgrade would start, in ISO 8601 with a time zone. Only O(windows) look at it.
+    description:
+      - When the upgrade would start, in ISO 8601 with a time zone. O(windows) need it.
+      - The table of a plan then shows dates too, in the time zone of the first of O(windows), or else in the one given.
     type: str
   waive:
     description: Fields of the compatibility key that need not agree between a checkpoint and the node it goes to.

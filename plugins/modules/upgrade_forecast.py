@@ -127,7 +127,8 @@ def answer(given: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
         )
     except (BadSnapshot, BadPolicy, OSError) as exc:
         raise answers.Failed(f"No forecast for {given['version']}: {exc}") from exc
-    return {"changed": False, "forecasts": [each.as_dict() for each in found], "table": table.beside(found)}
+    told = table.beside(found, windows=bool(given["windows"]))
+    return {"changed": False, "forecasts": [each.as_dict() for each in found], "table": told}
 
 
 def main() -> None:

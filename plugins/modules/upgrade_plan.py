@@ -194,7 +194,7 @@ SPEC: dict[str, Any] = {
 def answer(given: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
-        snapshot, policy = options.snapshot_of(given), options.policy_of(given)
+        snapshot, policy, start = options.snapshot_of(given), options.policy_of(given), options.start_of(given)
         earlier = options.earlier_of(given["previous"])
         if earlier is None:
             plan = make(snapshot, policy)
@@ -203,7 +203,7 @@ def answer(given: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
             result["review"] = found.as_dict()
     except (BadSnapshot, BadPolicy, OSError) as exc:
         raise answers.Failed(f"No plan for {given['version']}: {exc}") from exc
-    result.update(plan=plan.as_dict(), table=table.lines(plan))
+    result.update(plan=plan.as_dict(), table=table.lines(plan, start))
     if plan.impossible:
         raise answers.Failed("\n".join(table.impossible(plan)), **result)
     changed = False

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from math import inf
 from typing import Any
+from zoneinfo import ZoneInfo
 
 from ..fleet import BadSnapshot, Node, NotJson, Snapshot, check, load, parse, read
 from ..version import DriverVersion
 from .compatibility import NAMES as FIELD_NAMES
 from .policy import KEPT_TOGETHER, BadPolicy, Policy, Window, canary_of, whole
+
+_YEAR = 366 * 86400.0
 
 ARGUMENTS: dict[str, Any] = {
     "version": {"type": "str", "required": True},
@@ -91,6 +95,7 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
     except ValueError as exc:
         raise BadPolicy(str(exc)) from exc
     sizes = options["batch_size"]
+    start = _moment(options["now"])
     if options["windows"] and options["now"] is None:
         raise BadPolicy("windows are given and now is not: say when the upgrade would start")
     return Policy(
@@ -104,14 +109,24 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
             (kind, _positive(f"max_per_domain.{kind}", n)) for kind, n in options["max_per_domain"].items()
         ),
         reserve=tuple(name for name in options["reserve"] if name),
-        max_wait=_amount("max_wait", options["max_wait"]),
+        max_wait=_amount("max_wait", options["max_wait"], _YEAR),
         max_pending=tuple((model, _amount(f"max_pending.{model}", n)) for model, n in options["max_pending"].items()),
         windows=tuple(Window.of(window) for window in options["windows"]),
-        now=_moment(options["now"]),
+        now=start.timestamp() if start else None,
         waive=_waived(options["waive"]),
         gpu_models=tuple(options["gpu_models"]),
         unsupported=tuple(options["unsupported_gpu_models"]),
     )
+
+
+def start_of(options: Mapping[str, Any]) -> datetime | None:
+    """When the upgrade would start, in the time zone of the (first) window or else as it was given; None if it was not.
+
+    :raises BadPolicy: if it is no time.
+    """
+    start = _moment(options["now"])
+    windows = options["windows"]
+    return start.astimezone(ZoneInfo(Window.of(windows[0]).tz)) if start and windows else start
 
 
 def earlier_of(value: Any) -> Mapping[str, Any] | None:
@@ -138,17 +153,17 @@ def _positive(what: str, value: Any) -> int:
     return int(value)
 
 
-def _amount(what: str, value: Any) -> float:
+def _amount(what: str, value: Any, below: float = inf) -> float:
     try:
         amount = float(value)
     except (TypeError, ValueError):
         amount = -1.0
-    if not 0 <= amount < float("inf"):
-        raise BadPolicy(f"{what} {value!r} is not a number of 0 or more")
+    if not 0 <= amount < below:
+        raise BadPolicy(f"{what} {value!r} is not a number of 0 or more{f', below {below:.0f}' if below < inf else ''}")
     return amount
 
 
-def _moment(text: str | None) -> float | None:
+def _moment(text: str | None) -> datetime | None:
     if text is None:
         return None
     try:
@@ -159,7 +174,7 @@ def _moment(text: str | None) -> float | None:
         raise BadPolicy(f"now {text!r} has no time zone: append Z for UTC")
     if not 1970 < moment.year < 9000:
         raise BadPolicy(f"now {text!r} is a time for which no window can be found")
-    return moment.timestamp()
+    return moment
 
 
 def _waived(names: Sequence[str]) -> tuple[str, ...]:

@@ -474,7 +474,7 @@ def _start(items: Sequence[Item]) -> str:
 
 
 def _counted(items: Sequence[Item]) -> str:
-    return f"{len(items)} workload{'s' * (len(items) > 1)} ({sum(item.gpus for item in items):g} GPUs)"
+    return f"{len(items)} workload{'s' * (len(items) > 1)} ({round(sum(item.gpus for item in items), 1):g} GPUs)"
 
 
 def blocked_reason(model: Model, item: Item) -> str:

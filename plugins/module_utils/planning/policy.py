@@ -28,7 +28,7 @@ class BadPolicy(ValueError):
     """A policy that contradicts itself or the fleet; the text says what and what to change."""
 
 
-_DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _FULL_DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 
 
@@ -39,7 +39,7 @@ class Window:
     start: str
     end: str
     tz: str = "UTC"
-    days: tuple[str, ...] = _DAYS
+    days: tuple[str, ...] = DAYS
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Window:
@@ -63,7 +63,7 @@ class Window:
         zone = ZoneInfo(self.tz)
         day = datetime.fromtimestamp(after, zone).date() - timedelta(days=1)
         for dummy in range(16):
-            if _DAYS[day.weekday()] in self.days:
+            if DAYS[day.weekday()] in self.days:
                 opens = datetime.combine(day, _clock(self.start), zone).timestamp()
                 last_day = day if self.end > self.start else day + timedelta(days=1)
                 ends = datetime.combine(last_day, _clock(self.end), zone)
@@ -79,12 +79,12 @@ class Window:
 def _days(given: Any) -> tuple[str, ...]:
     """Days as a list or as text separated by commas, in full or by three letters; None is every day."""
     if given is None:
-        return _DAYS
+        return DAYS
     words = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
     days = [str(word).strip().lower() for word in words]
     for day in days:
-        if day not in _DAYS and day not in _FULL_DAYS:
-            raise BadPolicy(f"window day {day!r} is none of {', '.join(_DAYS)}")
+        if day not in DAYS and day not in _FULL_DAYS:
+            raise BadPolicy(f"window day {day!r} is none of {', '.join(DAYS)}")
     if not days:
         raise BadPolicy("window days is an empty list: leave it out for every day")
     return tuple(day[:3] for day in days)

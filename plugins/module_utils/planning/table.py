@@ -10,23 +10,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 
 from ..account import lasted, named
 from .forecast import CAUSES, Forecast
-from .plan import Plan
+from .plan import Batch, Plan
+from .policy import DAYS
 
 _NAMES_SHOWN = 6
+_FORESEEABLE = 1e9
+"""Seconds from the start beyond which no date is told."""
 _CAUSES = {"moves": "paused by moves", "cold_starts": "cold starts", "no_room": "no room", "idle": "idle GPUs"}
 _WAYS = {
     "operator": "list order, some at a time, work evicted without saving it",
     "drain_and_wait": "list order, some at a time, closed until empty, evicted after the deadline",
     "all_at_once": "every node at the same time, work evicted without saving it",
 }
+_UNBOUND = "the plan keeps to the maintenance windows; the other ways know none and start at once: compare losses only"
 
 
-def lines(plan: Plan) -> list[str]:
-    """The plan: what it does and loses, one line a batch, the nodes left out by reason, and the notes."""
+def lines(plan: Plan, start: datetime | None = None) -> list[str]:
+    """The plan: what it does and loses, one line a batch, the nodes left out by reason, and the notes.
+
+    :param start: when the upgrade starts, with the time zone in which dates are shown; None shows none.
+    """
     count = len(plan.order)
+    start = start if plan.finish < _FORESEEABLE else None
     out = [f"plan {plan.id}: driver {plan.version} for {_of(count, 'node')} in {_of(len(plan.batches), 'batch')}"]
     if not count:
         out.append("nothing to upgrade")
@@ -34,7 +43,8 @@ def lines(plan: Plan) -> list[str]:
         out.append(
             f"takes {lasted(plan.finish)}, loses {_hours(plan.total_lost, plan.lost or {})}, if all lasts as expected"
         )
-        head = ("batch", "begins", "ends", "nodes", "stay", "wait", "move", "cold", "names of the nodes")
+        clock = (f"in {start.tzinfo}",) if start else ()
+        head = ("batch", "begins", "ends", *clock, "nodes", "stay", "wait", "move", "cold", "names of the nodes")
         rows = []
         for batch in plan.batches:
             fates = Counter(fate.fate for fate in batch.fates)
@@ -43,6 +53,7 @@ def lines(plan: Plan) -> list[str]:
                     batch.name,
                     _clock(batch.starts),
                     _clock(batch.ends),
+                    *((_on_the_clock(batch, start),) if start else ()),
                     str(len(batch.nodes)),
                     *(str(fates[fate] or "-") for fate in ("stay", "wait", "move", "cold_start")),
                     named(batch.nodes, _NAMES_SHOWN),
@@ -65,8 +76,8 @@ def impossible(plan: Plan) -> list[str]:
     return [f"No node can be upgraded to {plan.version}:", *told]
 
 
-def beside(forecasts: Sequence[Forecast]) -> list[str]:
-    """Forecasts side by side, one line a way of upgrading."""
+def beside(forecasts: Sequence[Forecast], windows: bool = False) -> list[str]:
+    """Forecasts side by side, one line a way of upgrading; ``windows`` says that the plan keeps to such."""
     told = [each.as_dict() for each in forecasts]
     head = ("forecast", "GPU-hours lost", "10%..90%", *_CAUSES.values(), "starts", "takes", "10%..90%")
     rows = []
@@ -90,6 +101,7 @@ def beside(forecasts: Sequence[Forecast]) -> list[str]:
         f"means of {_of(len(forecasts[0].runs), 'run')} in which work ends and swaps last as chance has it;",
         f"the swaps themselves keep GPUs from work for {ours['swap_gpu_hours']:.1f} GPU-hours more, whichever way",
         *(f"{each['way']}: {_WAYS[each['way']]}{_compared(ours, each)}" for each in others),
+        *([_UNBOUND] if windows and others else []),
     ]
 
 
@@ -108,6 +120,19 @@ def _hours(total: float, causes: Mapping[str, float]) -> str:
 def _printable(text: str) -> str:
     """Without characters that would move a terminal's cursor: names come from schedulers and their users."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def _on_the_clock(batch: Batch, start: datetime) -> str:
+    """``Sat 2026-03-07 22:00-22:11``; the day of the end as well if it is another."""
+    minute = start.timestamp() // 60
+    begin, end = (
+        datetime.fromtimestamp(60 * (minute + round(each / 60)), start.tzinfo) for each in (batch.starts, batch.ends)
+    )
+    return f"{_day(begin)} {begin:%H:%M}-{_day(end) + ' ' if end.date() > begin.date() else ''}{end:%H:%M}"
+
+
+def _day(moment: datetime) -> str:
+    return f"{DAYS[moment.weekday()].title()} {moment:%Y-%m-%d}"
 
 
 def _clock(seconds: float) -> str:

@@ -26,7 +26,13 @@ def played(command: list[str], reports: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(
         [*command, "-e", f"gpu_report_dir={reports}"],
         cwd=TOP,
-        env={**os.environ, "PWD": str(TOP), "ANSIBLE_COLLECTIONS_PATH": str(TOP / ".build"), "ANSIBLE_NOCOLOR": "1"},
+        env={
+            **os.environ,
+            "PWD": str(TOP),
+            "ANSIBLE_COLLECTIONS_PATH": str(TOP / ".build"),
+            "ANSIBLE_NOCOLOR": "1",
+            "ANSIBLE_SHOW_CUSTOM_STATS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,
@@ -69,7 +75,11 @@ def test_defaults_are_enough(tmp_path: Path) -> None:
     assert misspelt.returncode != 0 and "no setting gpu_batchsize (did you mean gpu_batch_size?)" in misspelt.stdout
     done = played(command, tmp_path)
     assert done.returncode == 0, done.stdout
-    assert len(json.loads((tmp_path / "gpu-upgrade-plan.json").read_text())["order"]) == 32
+    plan = json.loads((tmp_path / "gpu-upgrade-plan.json").read_text())
+    assert len(plan["order"]) == 32 and "in UTC" not in done.stdout
+    stats = json.loads(done.stdout.split("RUN: ")[1])
+    assert stats["gpu_plan_id"] == stats["gpu_approved"] == plan["id"]
+    assert stats["gpu_plan_batches"] == {batch["name"]: batch["nodes"] for batch in plan["batches"]}
 
 
 def test_an_upgrade_refuses_a_snapshot(tmp_path: Path) -> None:
@@ -164,6 +174,8 @@ def test_a_plan_can_be_made_for_tonight(tmp_path: Path) -> None:
     done = played(["ansible-playbook", "gpufleet.driver.plan", "-e", json.dumps(given)], tmp_path)
     assert done.returncode == 0, done.stdout
     batches = json.loads((tmp_path / "gpu-upgrade-plan.json").read_text())["batches"]
+    assert "in Asia/Kolkata" in done.stdout and "Mon 2026-03-02 23:30-" in done.stdout
+    assert "the other ways know none and start at once" in done.stdout
     opens, closes = 22.5 * 3600 - 24 * 3600, 22.5 * 3600 - 20 * 3600  # of every day, from 23:30 in Kolkata
     for batch in batches:
         day = (batch["starts_seconds"] - opens) // 86400 * 86400
