@@ -332,6 +332,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _any_text(value: Any) -> str:
+    if type(value) is not str:
+        raise _Wrong(f"expected a string, not {_shown(value)}")
+    return value
+
+
 def _text_or_null(value: Any) -> str | None:
     return None if value is None else _text(value)
 
@@ -491,7 +497,7 @@ NODE_FIELDS: _Converters = {
     "schedulable": _flag,
     "cordoned_by": _text_or_null,
     "domains": _named(_text),
-    "labels": _named(str),
+    "labels": _named(_any_text),
     "taints": _texts,
     "key": _same,
     "skip": _text_or_null,

@@ -443,7 +443,9 @@ class Workloads:
         patience = f"is not declared in gpu_workloads: it is waited for, at most {wait:.0f} s, then"
         if undeclared == STOP and self._can_stop(its):
             return f"{patience} it is stopped, and started again afterwards"
-        return f"{patience} the node is given up, with its declared work untouched"
+        stop = ", set gpu_undeclared=stop" if undeclared == WAIT and self._can_stop(its) else ""
+        ways = f"declare it, raise gpu_workload_wait{stop}, or end it before"
+        return f"{patience} the node is given up, with its declared work untouched; {ways}"
 
     def _can_stop(self, its: Sequence[Holder]) -> bool:
         return all(holder.container or self._stoppable(holder) for holder in its)

@@ -208,7 +208,7 @@ def _arranged(snapshot: Snapshot, policy: Policy, absent: frozenset[int]) -> _Fo
             stuck.update(dict.fromkeys(here or home, fate))  # it may have moved before, in vain
         if not stuck:
             return _Found(model, made, blocked)
-        hopeless = [node for node, fate in stuck.items() if not model.items[fate.item].movable]
+        hopeless = [node for node, fate in stuck.items() if not (model.items[fate.item].movable or fate.reason)]
         if not hopeless:
             named = () if isinstance(policy.canary, int) else policy.canary
             ranked = sorted(
@@ -221,7 +221,10 @@ def _arranged(snapshot: Snapshot, policy: Policy, absent: frozenset[int]) -> _Fo
             )
             hopeless = ranked[: (len(ranked) + 1) // 2]
         blocked.update(
-            {model.nodes[node].name: blocked_reason(model, model.items[stuck[node].item]) for node in hopeless}
+            {
+                model.nodes[node].name: stuck[node].reason or blocked_reason(model, model.items[stuck[node].item])
+                for node in hopeless
+            }
         )
         blocked.update(_mates(snapshot, policy, blocked))
 

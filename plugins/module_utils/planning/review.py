@@ -161,7 +161,7 @@ def _compared(model: Model, batch: Batch, before: dict[str, tuple[str, Sequence[
             item = next(i for i in model.items if i.name == now.workload)
             text = f"{now.workload} cannot be taken off {', '.join(now.nodes)}"
             changes.append(text)
-            unsafe.append(f"{text}: {blocked_reason(model, item)}")
+            unsafe.append(f"{text}: {now.reason or blocked_reason(model, item)}")
         elif old == _SEEN or now.fate == STAY:
             pass
         elif old is None:

@@ -10,7 +10,9 @@ What a fate loses, in GPU-seconds (``g`` GPUs):
                 for work that stays at home: it moves back when its node is
 ``wait``        nothing of its own, but the GPUs of the batch that stand idle meanwhile (a quarter if nobody queues):
                 until the wait is over, or as with ``stay`` where queued work is known to fill gaps
-``cold_start``  g x (start + progress at risk), and g x swap more if it has to wait for its own node to come back;
+``cold_start``  g x (start + progress at risk), and g x swap more if it has to wait for its own node to come back,
+                which no more of one budget may do at a time than it allows: the others start on a node that is not
+                upgraded yet, if no upgraded one has room, or cannot leave;
                 work that saves itself loses no more progress than its save takes, and its return to it
 ``stay``        nothing: it ends before its node's turn; queued work that would outlast that turn is not let in then,
                 so its GPUs stand idle for up to half of what the short ones among such work take
@@ -23,7 +25,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -145,6 +147,7 @@ class _Walk:
         self.over = bytearray(len(model.items))
         self.started: dict[int, float] = {}
         self.came: dict[int, list[int]] = {}
+        self.down: Counter[str] = Counter()
         self.ending = [(end, index) for index, end in enumerate(self.end) if end < inf]
         heapify(self.ending)
         self.evacuate = model.snapshot.durations.evacuate
@@ -238,6 +241,7 @@ class _Walk:
         waitable = False
         model, end, over = self.model, self.end, self.over
         longest_wait = self.longest_wait
+        self.down.clear()
         seen = set()
         for node in batch:
             for index in (*model.residents[node], *self.came.get(node, ())):
@@ -290,6 +294,7 @@ class _Walk:
             return 0.0
         for index, back in reversed(undo):
             self._undo(index, back)
+        self.down.clear()
         waiting = {index for left, index in lefts if left <= wait}
         for index in affected:
             if index in waiting:
@@ -318,7 +323,7 @@ class _Walk:
             tried = self._move(index, item, number, now, cold, in_place)
             if tried is not None:
                 return (*tried, back)
-        if item.restartable and self._start_elsewhere(index, item):
+        if item.restartable and self._start_elsewhere(index, item, self.upgraded):
             self.end[index], self.started[index] = inf, now
             fate = Fate(index, number, COLD, cold, self.where[index], "starts on an upgraded node")
             return fate, cold, back
@@ -326,11 +331,35 @@ class _Walk:
             tried = self._move(index, item, number, now, in_place, in_place)
             if tried is not None:
                 return (*tried, back)
-        if item.restartable:
+        if not item.restartable:
+            return Fate(index, number, BLOCKED, BLOCKED_LOSS), BLOCKED_LOSS, back
+        budgets = item.workload.budgets
+        spent = self._spent(budgets) if budgets else None
+        if spent is None:
+            if budgets:
+                self.down.update(budgets)
             self.end[index], self.started[index] = inf, now
             fate = Fate(index, number, COLD, in_place, self.where[index], "starts again when its own node is back")
             return fate, in_place, back
-        return Fate(index, number, BLOCKED, BLOCKED_LOSS), BLOCKED_LOSS, back
+        if self._start_elsewhere(index, item, range(self.last, number, -1)):
+            self.end[index], self.started[index], self.moved[index] = inf, now, 1
+            for node in dict.fromkeys(self.where[index]):
+                self.came.setdefault(node, []).append(index)
+            reason = (
+                f"starts on a node that is not upgraded yet: budget {spent} lets it leave only if it runs elsewhere"
+            )
+            return Fate(index, number, COLD, cold, self.where[index], reason), cold, back
+        most = self.model.snapshot.budgets[spent]
+        reason = (
+            f"budget {spent} allows {most} at a time: {item.name} may leave its node only when what left before "
+            "runs again, and no other node has room: make room, raise the budget, or start more replicas elsewhere"
+        )
+        return Fate(index, number, BLOCKED, BLOCKED_LOSS, reason=reason), BLOCKED_LOSS, back
+
+    def _spent(self, budgets: Sequence[str]) -> str | None:
+        """The one of these that is used up by work of this batch that is down until its node is back."""
+        allowed = self.model.snapshot.budgets
+        return next((name for name in budgets if self.down[name] >= allowed[name]), None)
 
     def _cold(self, index: int, item: Item, now: float) -> float:
         """What a cold start loses: no more progress than there was time for since the last one."""
@@ -405,11 +434,11 @@ class _Walk:
             self.came.setdefault(node, []).append(index)
         return Fate(index, number, MOVE, _paused(item), found), lost
 
-    def _start_elsewhere(self, index: int, item: Item) -> bool:
+    def _start_elsewhere(self, index: int, item: Item, positions: range) -> bool:
         found = self.rooms.place(
             item.needs,
             item.startable,
-            self.upgraded,
+            positions,
             together=item.workload.together,
             spread=item.workload.spread,
         )
@@ -430,8 +459,8 @@ class _Walk:
                 self.rooms.give(node, need)
             for node, need in zip(where, item.needs):
                 self.rooms.take(node, need)
-            if self.moved[index] and not moved:
-                for node in dict.fromkeys(self.where[index]):
+            for node in dict.fromkeys(self.where[index]):
+                if index in self.came.get(node, ()):
                     self.came[node].remove(index)
         self.where[index], self.end[index], self.moved[index] = where, end, moved
 

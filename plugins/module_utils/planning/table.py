@@ -8,6 +8,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -17,7 +18,8 @@ from .forecast import CAUSES, Forecast
 from .plan import Batch, Plan
 from .policy import DAYS
 
-_NAMES_SHOWN = 6
+_NAMES_SHOWN, _REASONS_SHOWN = 6, 12
+_NUMBER = re.compile(r"[0-9.]+")
 _FORESEEABLE = 1e9
 """Seconds from the start beyond which no date is told."""
 _CAUSES = {"moves": "paused by moves", "cold_starts": "cold starts", "no_room": "no room", "idle": "idle GPUs"}
@@ -146,11 +148,25 @@ def _of(count: int, what: str) -> str:
 
 
 def _by_reason(left: Iterable[tuple[str, str]]) -> list[str]:
-    """``gpu-1, gpu-2: already on 580.95.05``, the names of one reason together."""
+    """``gpu-1, gpu-2: already on 580.95.05``, the names of one reason together; if many, also those of reasons
+    that differ only in their first word, the name of a workload, and in numbers."""
     reasons: dict[str, list[str]] = {}
     for name, reason in left:
         reasons.setdefault(reason, []).append(name)
-    return [f"{named(names, _NAMES_SHOWN)}: {reason}" for reason, names in reasons.items()]
+    told = [f"{named(names, _NAMES_SHOWN)}: {reason}" for reason, names in reasons.items()]
+    if len(told) <= _REASONS_SHOWN:
+        return told
+    alike: dict[str, dict[str, list[str]]] = {}
+    for reason, names in reasons.items():
+        alike.setdefault(_NUMBER.sub("", reason.partition(" ")[2]), {})[reason] = names
+    groups = sorted(alike.values(), key=lambda group: -sum(map(len, group.values())))
+    told = []
+    for group in groups[:_REASONS_SHOWN]:
+        names = [name for each in group.values() for name in each]
+        example = f"for example of {names[0]}: " if len(group) > 1 else ""
+        told.append(f"{named(names, _NAMES_SHOWN)}: {example}{next(iter(group))}")
+    more = sum(len(names) for group in groups[_REASONS_SHOWN:] for names in group.values())
+    return [*told, *([f"{more} more, for other reasons: see the plan's JSON"] if more else [])]
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -250,10 +250,14 @@ def test_survey_names_all_work_and_says_what_will_be_done(tmp_path: Path) -> Non
     assert (movable["may"], movable["elsewhere"]) == (["move", "restart"], "spare")
     assert movable["then"].startswith("is saved and moved if a node can take it; if not, it is stopped")
     patience = "is not declared in gpu_workloads: it is waited for, at most 60 s, then"
-    given_up = f"{patience} the node is given up, with its declared work untouched"
+    given_up = f"{patience} the node is given up, with its declared work untouched; declare it, raise gpu_workload_wait"
+    left_to_its_user, can_be_stopped = (
+        f"{given_up}, or end it before",
+        f"{given_up}, set gpu_undeclared=stop, or end it before",
+    )
     stopped = f"{patience} it is stopped, and started again afterwards"
-    assert [one["then"] for one in work[-2:]] == [given_up, given_up]
-    assert [one["then"] for one in node.open().survey(ALL, 60, STOP)[-2:]] == [given_up, stopped]
+    assert [one["then"] for one in work[-2:]] == [left_to_its_user, can_be_stopped]
+    assert [one["then"] for one in node.open().survey(ALL, 60, STOP)[-2:]] == [left_to_its_user, stopped]
     assert {one["then"] for one in node.open().survey(ALL, 60, REFUSE)[-2:]} == {
         "is not declared in gpu_workloads, so the node is refused"
     }

@@ -283,12 +283,18 @@ class _Paper:
     def _within_budgets(self, batch: Json) -> Iterator[str]:
         """One node or domain may exceed a budget, and work that has moved."""
         used: Counter[str] = Counter()
+        down: Counter[str] = Counter()
         homes: dict[str, set[str]] = {}
         for entry in batch["workloads"]:
+            if entry["fate"] == "cold_start" and set(entry["to"]) & set(batch["nodes"]):
+                down.update(self.items[entry["workload"]][0].get("budgets", ()))
             work = self.items[entry["workload"]][0]
             for name in work.get("budgets", ()) if entry["fate"] in ("move", "cold_start") else ():
                 used[name] += 1
                 homes.setdefault(name, set()).update(set(entry["nodes"]) & set(batch["nodes"]))
+        for name, number in down.items():
+            if number > self.budgets[name]:
+                yield f"{batch['name']} has {number} of budget {name} down at once, which allows {self.budgets[name]}"
         for name, number in used.items():
             told = any(note.startswith(f"budget {name} ") and batch["name"] in note for note in self.plan["notes"])
             one = any(homes[name] <= group for group in self.domains) or any(map(self._first, homes[name]))
@@ -331,8 +337,9 @@ class _Paper:
             if to == self.where[name]:
                 loss += self._swap()
             else:
+                crowded = self._crowded(batch, work)
                 for target in to:
-                    yield from self._takes_new(number, name, target)
+                    yield from self._takes_new(number, name, target, crowded)
             self.end[name], self.began[name] = math.inf, starts
         if to != self.where[name] and work.get("together"):
             shared = {self.nodes[target].get("domains", {}).get(work["together"]) for target in to}
@@ -361,9 +368,14 @@ class _Paper:
         if any(self.nodes[each["node"]].get("gpu_model") != node.get("gpu_model") for each in members):
             yield f"{target} has other GPUs"
 
-    def _takes_new(self, number: int, name: str, target: str) -> Iterator[str]:
+    def _crowded(self, batch: Json, work: Json) -> bool:
+        """Whether a batch has more work of one of its budgets than may be down at once: it has to run elsewhere."""
+        also = [self.items[e["workload"]][0].get("budgets", ()) for e in batch["workloads"] if e["fate"] != "wait"]
+        return any(sum(name in each for each in also) > self.budgets[name] for name in work.get("budgets", ()))
+
+    def _takes_new(self, number: int, name: str, target: str, crowded: bool) -> Iterator[str]:
         yield from self._takes_work(number, name, target)
-        if not self._upgraded(number, target):
+        if not self._upgraded(number, target) and not crowded:
             yield f"{target} is not upgraded yet"
         if self.items[name][0].get("stays_home"):
             yield "it starts at home only"

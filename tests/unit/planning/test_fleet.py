@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,120 @@ def test_bad_snapshot_is_refused_with_the_path(data: Any, path: str, message: st
         fleet.parse(data)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
+
+
+SAMPLES: dict[str, Any] = {
+    "null": None,
+    "true": True,
+    "minus": -1,
+    "zero": 0,
+    "half": 0.5,
+    "nan": float("nan"),
+    "huge": 1 << 60,
+    "empty": "",
+    "text": "x",
+    "no list": [],
+    "numbers": [1],
+    "texts": ["x"],
+    "empty texts": [""],
+    "no object": {},
+    "amounts": {"a": 1},
+    "fractions": {"a": 0.5},
+    "labels": {"a": "x"},
+    "empty labels": {"a": ""},
+    "lists": {"a": ["x"]},
+    "nulls": {"a": None},
+    "objects": {"a": {}},
+}
+MAYBE_TEXT, FLAG, AMOUNT, TEXTS = {"null", "text"}, {"true"}, {"zero", "half"}, {"no list", "texts"}
+AMOUNTS, LABELS = {"no object", "amounts"}, {"no object", "labels", "empty labels"}
+KEY = {"no object", "amounts", "fractions", "labels", "empty labels", "lists", "nulls"}
+TAKES: dict[str, dict[str, set[str]]] = {
+    "nodes.0": {
+        "name": {"text"},
+        "gpu_model": MAYBE_TEXT,
+        "gpus": {"zero"},
+        "loaded": MAYBE_TEXT,
+        "installed": MAYBE_TEXT,
+        "free": AMOUNTS,
+        "schedulable": FLAG,
+        "cordoned_by": MAYBE_TEXT,
+        "domains": {"no object", "labels"},
+        "labels": LABELS,
+        "taints": TEXTS,
+        "key": KEY,
+        "skip": MAYBE_TEXT,
+        "unfinished": FLAG,
+    },
+    "workloads.0": {
+        "name": {"text"},
+        "members": {"no list"},
+        "kind": {"text"},
+        "owner": MAYBE_TEXT,
+        "gang": FLAG,
+        "may": {"no list"},
+        "backends": TEXTS,
+        "key": KEY,
+        "remaining": {"null", *AMOUNT},
+        "at_risk": AMOUNT,
+        "start_cost": AMOUNT,
+        "capture": AMOUNT,
+        "restore": AMOUNT,
+        "priority": {"minus", "zero", "huge"},
+        "budgets": {"no list"},
+        "requires": {"no object", "lists"},
+        "tolerates": TEXTS,
+        "together": MAYBE_TEXT,
+        "spread": MAYBE_TEXT,
+        "stays_home": FLAG,
+        "stand_in": MAYBE_TEXT,
+    },
+    "workloads.0.members.0": {"node": set(), "resources": AMOUNTS},
+    "durations": dict.fromkeys(("evacuate", "install", "validate", "reboot"), AMOUNT),
+    "queue.H100": dict.fromkeys(("gpus", "arrivals_per_hour", "duration", "shortest"), AMOUNT),
+    "": {
+        "format": set(),
+        "version": set(),
+        "taken_at": MAYBE_TEXT,
+        "keys": {"no object", "objects"},
+        "nodes": {"no list"},
+        "workloads": {"no list"},
+        "budgets": AMOUNTS,
+        "durations": {"no object"},
+        "queue": {"no object", "objects"},
+    },
+}
+
+
+def test_every_field_is_told_of_here() -> None:
+    assert set(TAKES["nodes.0"]) == set(fleet.NODE_FIELDS)
+    assert set(TAKES["workloads.0"]) == set(fleet.WORKLOAD_FIELDS)
+    assert set(TAKES[""]) == set(fleet.SNAPSHOT_FIELDS)
+    assert set(TAKES["durations"]) == {each.name for each in fields(fleet.Durations)}
+    assert set(TAKES["queue.H100"]) == {each.name for each in fields(fleet.Demand)}
+
+
+@pytest.mark.parametrize(("where", "name"), [(where, name) for where, names in TAKES.items() for name in names])
+def test_each_field_takes_what_it_should_and_refuses_all_else_with_its_path(where: str, name: str) -> None:
+    path = f"{where}.{name}".lstrip(".")
+    shown = re.sub(r"\.(\d+)", r"[\1]", path)
+    for kind, value in SAMPLES.items():
+        data = changed("durations", {}) if where == "durations" else changed("version", 1)
+        target = data
+        for part in where.split(".") if where else ():
+            target = target[int(part) if part.isdigit() else part]
+        target[name] = value
+        if path.startswith("nodes") or path == "keys":  # what refers to them would be refused instead
+            data["workloads"] = []
+        if path == "keys":
+            data["nodes"] = []
+        if kind in TAKES[where][name]:
+            fleet.parse(data)
+            continue
+        with pytest.raises(fleet.BadSnapshot) as caught:
+            fleet.parse(data)
+            pytest.fail(f"{path} takes {value!r}")
+        assert caught.value.path.startswith(shown), f"{path} = {value!r}: {caught.value}"
 
 
 @pytest.mark.parametrize("seed", range(5))

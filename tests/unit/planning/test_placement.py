@@ -38,6 +38,19 @@ def test_each_difference_is_named_with_both_values(field: str, value: Any, kind:
     assert not compatibility.explain(KEY, {**KEY, field: value}, waived={*waived, field})
 
 
+@pytest.mark.parametrize("field", compatibility.FIELDS, ids=lambda field: field.name)
+def test_each_field_of_the_key_matters_unless_it_is_waived(field: compatibility.Field) -> None:
+    key = {each.name: KEY.get(each.name, "x") for each in compatibility.FIELDS}
+    assert not compatibility.explain(key, key)
+    for source, target in ((key[field.name], "other"), (key[field.name], None), (None, key[field.name])):
+        have, offered = {**key, field.name: source}, {**key, field.name: target}
+        found = compatibility.explain(have, offered)
+        assert [(m.field, m.kind, m.source, m.target) for m in found] == [(field.name, field.kind, source, target)]
+        assert "unknown" in str(found[0]) or (source and target)
+        assert not compatibility.explain(have, offered, waived={field.name})
+        assert bool(compatibility.explain(have, offered, scope="node")) is (field.scope == "node")
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("gpu_memory", 90 * 2**30), ("cpu_features", ("avx512f", "avx512vl", "amx"))]
 )

@@ -503,6 +503,59 @@ def test_a_budget_that_one_node_exceeds_is_told() -> None:
     assert "budget svc allows 1 at a time and canary disturbs 2: one after another" in made.notes
 
 
+def crowded(allowed: int, free: int, **values: Any) -> Snapshot:
+    """Two nodes, of which n0 has both replicas of a service and n1 as many GPUs free as told."""
+    nodes = (node("n0", free={"gpu": 0}), node("n1", free={"gpu": free}))
+    works = tuple(
+        workload(f"w{n}", "n0", gpus=4, **{"may": frozenset(("restart",)), "budgets": ("svc",), **values})
+        for n in range(2)
+    )
+    return Snapshot(nodes, works, budgets={"svc": allowed})
+
+
+def test_replicas_that_have_nowhere_to_go_are_not_evicted_beyond_their_budget() -> None:
+    """The second may be evicted only when the first runs again, which it cannot before its node is empty and back."""
+    policy = Policy(NEW, batch_size=(1,), canary=0)
+    made = plan.make(crowded(1, 0), policy)
+    assert made.order == ("n1",)
+    assert dict(made.blocked)["n0"].startswith("budget svc allows 1 at a time: w1 may leave its node only when")
+    for allowed, work in ((2, {}), (1, {"budgets": ()})):
+        made = plan.make(crowded(allowed, 0, **work), policy)
+        assert set(made.order) == {"n0", "n1"} and not made.blocked
+
+
+def test_a_replica_beyond_its_budget_starts_on_a_node_that_is_not_upgraded_yet() -> None:
+    """None is, and n1 has room: it starts there, and again when the turn of n1 comes."""
+    made = plan.make(crowded(1, 4), Policy(NEW, batch_size=(1,), canary=("n0",)))
+    told = [[(each.workload, each.to) for each in batch.fates] for batch in made.batches]
+    assert told == [[("w0", ("n0",)), ("w1", ("n1",))], [("w1", ("n0",))]]
+    assert "not upgraded yet: budget svc" in made.batches[0].fates[1].reason
+    assert "budget svc allows 1 at a time and canary disturbs 2: one after another" in made.notes
+
+
+def test_what_is_waited_for_does_not_count_against_a_budget() -> None:
+    ends = {"may": frozenset(("wait", "restart")), "remaining": 60.0, "at_risk": 9000.0}
+    made = plan.make(crowded(1, 0, **ends), Policy(NEW, batch_size=(1,), canary=("n0",)))
+    assert [each.fate for each in made.batches[0].fates] == ["wait", "wait"]
+
+
+def test_a_fleet_without_headroom_is_told_what_must_go_where_first_and_what_would_help() -> None:
+    works = (
+        workload("ends", "n0", gpus=4, may=frozenset(("wait",)), remaining=600.0),
+        workload("goes", "n0", gpus=4, remaining=90000.0, at_risk=90000.0),
+        workload("stays", "n1", gpus=4, may=frozenset(("protect",))),
+        workload("short", "n2", gpus=8, at_risk=3600.0, remaining=9000.0),
+    )
+    nodes = (node("n0", free={"gpu": 0}), node("n1", free={"gpu": 4}), node("n2", free={"gpu": 0}))
+    made = plan.make(Snapshot(nodes, works), Policy(NEW, batch_size=(1,), canary=("n0",)))
+    assert made.notes[:2] == (
+        "to empty the first batch, ends must end (ends after 10 min 00 s)",
+        "to empty the first batch, goes must move to n1",
+    )
+    assert "1 workload (8 GPUs) could be saved but" in made.notes[2] and made.notes[2].endswith(": short")
+    assert dict(made.blocked)["n1"].endswith("let it end, or let it move or restart")
+
+
 def test_cheap_work_starts_cold_on_an_upgraded_node() -> None:
     nodes = (node("n0"), node("n1", free={"gpu": 0}))
     made = plan.make(Snapshot(nodes, (workload("w", "n1", gpus=8, start_cost=5.0),)), Policy(NEW, batch_size=(1,)))

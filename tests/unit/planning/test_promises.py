@@ -141,6 +141,84 @@ def tried(seed: int) -> tuple[dict[str, Any] | None, list[str]]:
     return found, broken(kept, given, found)
 
 
+def _plain() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A snapshot of full and of free nodes, and its plan, which keeps every promise."""
+    old = {name: list(value) if isinstance(value, tuple) else value for name, value in FACTS}
+
+    def work(name: str, node: str, gpus: int, **values: Any) -> dict[str, Any]:
+        members = [{"node": node, "resources": {"gpu": gpus}}]
+        return {
+            "name": name,
+            "members": members,
+            "may": ["move", "wait", "restart"],
+            "backends": ["cuda_criu"],
+            **values,
+        }
+
+    nodes = [
+        {"name": f"n{n}", "gpu_model": "H100", "gpus": 8, "loaded": OLD, "free": {"gpu": free}, "key": "k"}
+        for n, free in enumerate((0, 4, 8, 8, 4))
+    ]
+    works = [
+        work("moves", "n0", 8, remaining=1500, at_risk=90000),
+        work("cold", "n1", 4, may=["restart"], budgets=["b"]),
+        work("ends", "n4", 4, may=["wait"], remaining=2600),
+    ]
+    nodes[0]["domains"] = {"rack": "a"}
+    snapshot = {"version": 1, "keys": {"k": old}, "nodes": nodes, "workloads": works, "budgets": {"b": 1}}
+    given = {"version": NEW, "canary": ["n0"], "batch_size": 1, "reserve": ["n3"], "max_wait": 1000}
+    asked = {name: spec.get("default") for name, spec in options.ARGUMENTS.items()} | given
+    made = plan.make(options.snapshot_of({"snapshot": snapshot}), options.policy_of(asked)).as_dict()
+    assert broken(snapshot, given, made) == []
+    return {"snapshot": snapshot, "options": given}, made
+
+
+def _entry(made: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(e for batch in made["batches"] for e in batch["workloads"] if e["workload"] == name)
+
+
+PLAIN = _plain()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda s, o, p: p["batches"][1]["nodes"].append(p["batches"][2]["nodes"][0]), "in 2 batches"),
+        (lambda s, o, p: p["order"].reverse(), "order is not that of the batches"),
+        (lambda s, o, p: p["serial"].append(1), "serial is not the sizes"),
+        (lambda s, o, p: s["nodes"][2].update(skip="opted out"), "n2 is not to be upgraded"),
+        (lambda s, o, p: o.update(canary=["n1"]), "are not in the first batch"),
+        (lambda s, o, p: o.update(reserve=["n0"]), "of the reserve"),
+        (lambda s, o, p: s["nodes"][2].update(unfinished=True), "are due and not in the first batch"),
+        (lambda s, o, p: [n.update(domains={"imex": "x"}) for n in s["nodes"][:2]], "is split"),
+        (lambda s, o, p: o.update(windows=[{"start": "03:00", "end": "03:10"}], now="2026-03-02T00:00:00Z"), "window"),
+        (lambda s, o, p: p["batches"][1].update(starts_seconds=1), "starts"),
+        (lambda s, o, p: _entry(p, "moves").update(to=["n0"]), "n0 takes no work then"),
+        (lambda s, o, p: _entry(p, "moves").update(to=["n1"]), "has {'gpu': -4} left"),
+        (lambda s, o, p: s["nodes"][2].update(key={}), "kernel on n2 is None"),
+        (lambda s, o, p: s["nodes"][2].update(loaded="570.1.2"), "driver on n2 is 570.1.2"),
+        (lambda s, o, p: s["nodes"][2].update(taints=["x"]), "n2 has the taint x"),
+        (lambda s, o, p: s["nodes"][2].update(gpu_model="A100"), "n2 has other GPUs"),
+        (lambda s, o, p: s["workloads"][0].update(requires={"pool": ["x"]}), "n2 has no pool of ['x']"),
+        (lambda s, o, p: s["workloads"][0].update(may=["restart"]), "it may not move"),
+        (lambda s, o, p: s["workloads"][0].update(capture=600), "loses"),
+        (lambda s, o, p: s["workloads"][2].update(remaining=None), "has ['ends'] on its nodes and tells of {}"),
+        (lambda s, o, p: p["batches"][2]["workloads"].clear(), "has ['cold'] on its nodes and tells of {}"),
+        (lambda s, o, p: s["workloads"][1].update(may=["wait"]), "it may not start again"),
+        (lambda s, o, p: _entry(p, "cold").update(to=["n3"]), "n3 is not upgraded yet"),
+        (lambda s, o, p: s["budgets"].update(b=0), "its budget allows none"),
+        (lambda s, o, p: s["workloads"][0].update(remaining=90000), "after the wait"),
+        (lambda s, o, p: s["workloads"][0].update(may=["move"]), "it may not be waited for"),
+    ],
+)
+def test_a_broken_promise_is_noticed(change: Any, told: str) -> None:
+    """Else the checks below could not fail."""
+    (asked, made) = json.loads(json.dumps(PLAIN))
+    change(asked["snapshot"], asked["options"], made)
+    found = broken(asked["snapshot"], asked["options"], made)
+    assert any(told in each for each in found), found
+
+
 @pytest.mark.parametrize("begin", range(0, 60, 20))
 def test_plans_keep_their_promises(begin: int) -> None:
     seen: Counter[str] = Counter()

@@ -152,11 +152,29 @@ def test_a_budget_that_was_tightened_is_told() -> None:
     fleet = replace(fleet_of(2, *works), budgets={"svc": 2})
     policy = Policy(NEW, canary=0, batch_size=(2,))
     first = plan.make(fleet, policy)
+    told = "budget svc allows 1 at a time and 2 workloads of the next batch share it"
     dummy, found = review.review(first.as_dict(), replace(fleet, budgets={"svc": 1}), policy)
-    assert found.safe
-    assert found.changes == ("budget svc allows 1 at a time and 2 workloads of the next batch share it",)
+    assert found.changes[0] == told
+    assert "w1 may leave its node only when what left before runs again, and no other node has room" in found.reasons[0]
+    room = replace(fleet, nodes=(*fleet.nodes, replace(fleet.nodes[0], name="n2", skip="kept")), budgets={"svc": 1})
+    dummy, found = review.review(first.as_dict(), room, policy)
+    assert found.safe and found.changes == (told,)
     dummy, found = review.review(first.as_dict(), replace(fleet, budgets={"svc": 0}), policy)
     assert "budget svc allows no disruption of w0" in found.reasons[0]
+
+
+def test_replicas_that_have_lost_their_room_are_not_evicted_beyond_their_budget() -> None:
+    works = tuple(workload(f"w{n}", "n0", gpus=4, may=frozenset(("restart",)), budgets=("svc",)) for n in range(2))
+    fleet = replace(fleet_of(2, *works), budgets={"svc": 1})
+    nodes = (replace(fleet.nodes[0], free={}), fleet.nodes[1])
+    first = plan.make(replace(fleet, nodes=nodes), Policy(NEW, canary=("n1",)))
+    assert not first.blocked and first.batches[1].nodes == ("n0",)
+    full = replace(nodes[1], loaded=NEW, installed=NEW, free={"gpu": 0})
+    dummy, found = review.review(first.as_dict(), replace(fleet, nodes=(nodes[0], full)), POLICY, {"n1": "upgraded"})
+    assert not found.safe
+    assert (
+        "w1 cannot be taken off n0: budget svc allows 1 at a time: w1 may leave its node only when" in found.reasons[0]
+    )
 
 
 @pytest.mark.parametrize("change", [{"id": "ffffffffffff"}, {"batches": []}])

@@ -15,7 +15,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.fleet import Durat
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import forecast, options, plan, table
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy import Policy
 
-from .fleets import NEW, fleet_of
+from .fleets import NEW, fleet_of, workload
 
 NIGHT = {"start": "22:00", "end": "04:00", "tz": "Europe/Berlin"}
 
@@ -65,6 +65,27 @@ def test_it_is_told_that_the_other_ways_know_no_windows(windows: bool) -> None:
     told = "the plan keeps to the maintenance windows; the other ways know none and start at once: compare losses only"
     assert (told in table.beside(found, windows)) is windows
     assert told not in table.beside(found[:1], windows)
+
+
+def test_many_nodes_that_cannot_be_emptied_are_told_by_what_keeps_them() -> None:
+    protected = {"may": frozenset(("protect",))}
+    works = [
+        workload(f"job-{n}", f"n{n}", remaining=8000.0 + 600 * n if n % 2 else None, **protected) for n in range(40)
+    ]
+    works += [
+        workload(f"x{n}", f"n{n}", requires={f"label-{chr(97 + n)}": ()}, may=frozenset(("move",)))
+        for n in range(40, 55)
+    ]
+    made = plan.make(fleet_of(55, *works, free={"gpu": 7}), Policy(NEW))
+    assert len(made.blocked) == 55
+    told = table.impossible(made)
+    assert told[1].startswith(
+        "  n0, n2, n4, n6, n8, n10 and 14 more: for example of n0: job-0 is protected and has no known"
+    )
+    assert told[2].startswith(
+        "  n1, n3, n5, n7, n9, n11 and 14 more: for example of n1: job-1 is protected and ends in 2."
+    )
+    assert told[-1] == "  5 more, for other reasons: see the plan's JSON" and len(told) == 14
 
 
 def test_a_plan_of_many_nodes_names_six_of_a_batch() -> None:
