@@ -65,6 +65,19 @@ def test_capacity_ends_on_the_new_version_except_where_nodes_fail() -> None:
             assert all(sum(gpus.values()) + down == 48 for dummy, gpus, down in curve)
 
 
+def test_causes_add_up_to_what_is_lost_and_the_spread_has_it_within() -> None:
+    snapshot, policy = example("training-97")
+    for found in forecast.beside(snapshot, policy, None, forecast.PEERS[:2], forecast.Chances(runs=10, failure=0.2)):
+        told = found.as_dict()
+        assert sum(told["lost_by_cause"].values()) == pytest.approx(told["lost_gpu_hours"], abs=0.03)
+        for mean, spread in (
+            ("lost_gpu_hours", told["lost_gpu_hours_spread"]),
+            ("finish_seconds", told["finish_seconds_spread"]),
+        ):
+            assert spread[0] < told[mean] < spread[2]
+        assert 0 < told["failed_nodes"] < 32
+
+
 def one_node(**values: Any) -> tuple[fleet.Snapshot, Policy, plan.Plan]:
     work = workload("w", "a", gpus=8, start_cost=100.0, at_risk=900.0, **values)
     snapshot = fleet.Snapshot((node("a", free={"gpu": 0}),), (work,))

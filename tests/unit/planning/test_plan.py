@@ -270,6 +270,31 @@ def test_the_queue_limits_how_many_gpus_go_down() -> None:
         plan.make(fleet, Policy(NEW, max_pending=(("H100", 15.0),)))
 
 
+def test_work_that_arrives_meanwhile_counts_as_pending() -> None:
+    """A batch takes 660 seconds: 60 GPUs an hour are 11 by then."""
+    fleet = replace(fleet_of(8, free={"gpu": 0}), queue={"H100": Demand(0.0, 60.0)})
+    assert max(sizes(plan.make(fleet, Policy(NEW, batch_size=(8,), max_pending=(("H100", 27.0),))))) == 2
+    assert max(sizes(plan.make(fleet, Policy(NEW, batch_size=(8,), max_pending=(("H100", 26.0),))))) == 1
+
+
+@pytest.mark.parametrize("first", ["v", "w"])
+def test_of_two_that_lose_the_same_the_one_of_higher_priority_gets_the_room(first: str) -> None:
+    works = [
+        workload(
+            name, "n0", gpus=4, at_risk=9000.0, priority=5 if name == first else 0, may=frozenset(("move", "restart"))
+        )
+        for name in "vw"
+    ]
+    nodes = (node("n0", free={"gpu": 0}), node("kept", skip="opted out", free={"gpu": 4}))
+    made = plan.make(Snapshot(nodes, tuple(works)), Policy(NEW))
+    assert [each.fate for each in (fate_of(made, first), fate_of(made, "vw".replace(first, "")))] == [
+        "move",
+        "cold_start",
+    ]
+    found = plan.place(Snapshot(nodes, tuple(works)), Policy(NEW), ["v", "w"], restore=True)
+    assert [each.to for each in found] == [("kept",) if name == first else () for name in "vw"]
+
+
 def test_budgets_keep_replicas_out_of_one_batch() -> None:
     works = tuple(workload(f"w{n}", f"n{n}", budgets=("pdb",)) for n in range(4))
     made = plan.make(replace(fleet_of(4, *works), budgets={"pdb": 1}), Policy(NEW, batch_size=(4,), canary=0))
