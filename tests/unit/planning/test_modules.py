@@ -50,7 +50,7 @@ def test_an_earlier_plan_may_be_given_in_each_form(tmp_path: Path) -> None:
 def test_an_impossible_plan_fails_with_the_reason_of_each_node_and_writes_nothing(tmp_path: Path) -> None:
     work = workload("w", "n0", may=frozenset(("protect",)))
     options = given(upgrade_plan, snapshot=fleet.dump(fleet_of(1, work)), dest=str(tmp_path / "plan.json"))
-    with pytest.raises(answers.Failed, match="No node can be upgraded to 580.95.05:\n  n0: w is protected") as caught:
+    with pytest.raises(answers.Failed, match=r"No node can be upgraded to .*\n  n0: w is protected") as caught:
         upgrade_plan.answer(options, False)
     assert caught.value.result["plan"]["blocked"][0]["node"] == "n0"
     assert not list(tmp_path.iterdir())

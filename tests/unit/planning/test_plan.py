@@ -279,18 +279,11 @@ def test_work_that_arrives_meanwhile_counts_as_pending() -> None:
 
 @pytest.mark.parametrize("first", ["v", "w"])
 def test_of_two_that_lose_the_same_the_one_of_higher_priority_gets_the_room(first: str) -> None:
-    works = [
-        workload(
-            name, "n0", gpus=4, at_risk=9000.0, priority=5 if name == first else 0, may=frozenset(("move", "restart"))
-        )
-        for name in "vw"
-    ]
+    values = {"gpus": 4, "at_risk": 9000.0, "may": frozenset(("move", "restart"))}
+    works = [workload(name, "n0", priority=5 if name == first else 0, **values) for name in "vw"]
     nodes = (node("n0", free={"gpu": 0}), node("kept", skip="opted out", free={"gpu": 4}))
     made = plan.make(Snapshot(nodes, tuple(works)), Policy(NEW))
-    assert [each.fate for each in (fate_of(made, first), fate_of(made, "vw".replace(first, "")))] == [
-        "move",
-        "cold_start",
-    ]
+    assert [fate_of(made, name).fate for name in "vw"] == ["move" if name == first else "cold_start" for name in "vw"]
     found = plan.place(Snapshot(nodes, tuple(works)), Policy(NEW), ["v", "w"], restore=True)
     assert [each.to for each in found] == [("kept",) if name == first else () for name in "vw"]
 
