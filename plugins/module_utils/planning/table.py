@@ -42,9 +42,8 @@ def lines(plan: Plan, start: datetime | None = None) -> list[str]:
     if not count:
         out.append("nothing to upgrade")
     else:
-        out.append(
-            f"takes {lasted(60 * round(plan.finish / 60))}, loses {_hours(plan.total_lost, plan.lost or {})}, if all lasts as expected"
-        )
+        takes, loses = lasted(60 * round(plan.finish / 60)), _hours(plan.total_lost, plan.lost or {})
+        out.append(f"takes {takes}, loses {loses}, if all lasts as expected")
         clock = (f"in {start.tzinfo}",) if start else ()
         head = ("batch", "begins", "ends", *clock, "nodes", "stay", "wait", "move", "cold", "names of the nodes")
         rows = []
