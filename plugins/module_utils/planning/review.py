@@ -70,10 +70,7 @@ def review(
     for name, outcome in over.items():
         if not isinstance(outcome, str):
             raise BadPolicy(f"outcomes.{name} is {outcome!r}, not the name of an outcome")
-    nodes = tuple(_after(node, over[node.name], policy) if node.name in over else node for node in snapshot.nodes)
-    stuck = _blocked_in(earlier)
-    stay = {node.name: "cannot be emptied" for node in nodes if node.name in stuck and node.name not in over}
-    model = prepare(in_order(replace(snapshot, nodes=nodes)), replace(policy, canary=0, reserve=()), stay)
+    model = _as_it_is(earlier, snapshot, policy, over)
     moving = {model.nodes[index].name: index for index in model.moving}
     changes: list[str] = []
     reasons: list[str] = []
@@ -113,6 +110,16 @@ def review(
         changes.extend(differs)
         reasons.extend(unsafe if batch_now.name == upcoming else ())
     return plan, Review(not reasons, upcoming, tuple(reasons), tuple(changes), tuple(left_out.items()))
+
+
+def _as_it_is(earlier: Mapping[str, Any], snapshot: Snapshot, policy: Policy, outcomes: Mapping[str, str]) -> Model:
+    """The fleet now: nodes after their turn are as it has left them, and those that the plan leaves out still are."""
+    nodes = tuple(
+        _after(node, outcomes[node.name], policy) if node.name in outcomes else node for node in snapshot.nodes
+    )
+    stuck = _blocked_in(earlier)
+    stay = {node.name: "cannot be emptied" for node in nodes if node.name in stuck and node.name not in outcomes}
+    return prepare(in_order(replace(snapshot, nodes=nodes)), replace(policy, canary=0, reserve=()), stay)
 
 
 _LEFT = "has left the fleet"
