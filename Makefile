@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 # make help lists the targets. Everything is set up on first use and cached under ~/.cache/gpufleet.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit oldest lint sanity molecule slurm kubernetes kubelet integration hosts metal bench lab-hosts lab-metal lab-slurm lab-kubernetes lab-stop clean
+.PHONY: help setup demo test unit oldest lint sanity molecule slurm kubernetes kubelet integration moves hosts metal bench lab-hosts lab-metal lab-slurm lab-kubernetes lab-stop clean
 
 LAB ?= .build/lab
 SLURM_LAB ?= /tmp/gpufleet-slurm
@@ -20,7 +20,7 @@ demo: setup ## Upgrade a small lab fleet while it works, and write report.html
 test: ## Everything: unit tests, labs, Molecule, sanity, lint
 	@tests/run
 
-unit oldest lint sanity molecule slurm kubernetes kubelet integration hosts metal: ## One part of the tests
+unit oldest lint sanity molecule slurm kubernetes kubelet integration moves hosts metal: ## One part of the tests
 	@tests/run $@
 
 bench: setup ## Run all benchmarks, or one with NAME=holders_vs_lsof
