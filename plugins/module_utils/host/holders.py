@@ -575,7 +575,7 @@ def _holder(
 ) -> Holder:
     used = [devices.describe(number) for number in sorted(use.numbers)]
     kind = classify(person, {device.role for device in used})
-    container_name = names.get(person.owner.container or "")
+    container_name = names.get(person.owner.container or "") if person.owner.user_unit_of is None else None
     return Holder(
         kind=kind,
         name=person.comm,
@@ -650,6 +650,8 @@ def release(person: Identity, kind: str, stuck: str | None, container_name: str 
 def _stop_container(owner: Owner, name: str | None) -> Release:
     target = name or str(owner.container)[:12]
     tool = {"docker": "docker", "podman": "podman", "containerd": "nerdctl", "cri-o": "crictl"}.get(owner.runtime or "")
+    if owner.user_unit_of is not None:
+        return Release(f"have its user (uid {owner.user_unit_of}) stop the container {target}")
     if tool is None:
         return Release(f"stop the container {target} with the tool that started it; a restart policy may bring it back")
     return Release(f"stop the container {target}; ending the process may only make it restart", (tool, "stop", target))

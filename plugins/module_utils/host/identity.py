@@ -31,7 +31,7 @@ _SLURM = re.compile(
     r"/(?:slurm(?:_[^/]+)?/uid_\d+|(?:[^/]+_)?slurmstepd\.scope)/job_(?P<job>\d+)(?:/step_(?P<step>[^/]+))?"
 )
 _SESSION = re.compile(r"/user-(?P<uid>\d+)\.slice/session-(?P<session>[^/]+)\.scope")
-_USER_MANAGER = re.compile(r"/user@(?P<uid>\d+)\.service/(?P<rest>.*)")
+_USER_MANAGER = re.compile(r"(?P<above>.*?)/user@(?P<uid>\d+)\.service/(?P<rest>.*)")
 _UNIT = re.compile(r"^[^/]+\.(?:service|scope|socket)$")
 _NO_LOGIN = 4294967295  # (uid_t) -1: never logged in
 
@@ -42,7 +42,7 @@ class Owner:
 
     unit: str | None = None
     user_unit_of: int | None = None
-    """The user whose own service manager runs ``unit``; None if it is a unit of the system."""
+    """The user whose own service manager runs ``unit`` or ``container``; None if it is the system's."""
     container: str | None = None
     runtime: str | None = None
     """docker, podman, containerd, cri-o, or None where the path does not tell."""
@@ -65,17 +65,21 @@ def parse_cgroup(text: str) -> Owner:
 
 
 def _of_path(path: str) -> Owner:
-    parts = [part for part in path.split("/") if part]
+    manager = _USER_MANAGER.match(path)
+    if manager and _container(_parts(manager["above"])) == (None, None):
+        # users name what is below their own managers as they like, also as a pod or a job
+        parts = _parts(manager["rest"])
+        unit, (container, runtime) = _unit(parts), _container(parts)
+        uid = int(manager["uid"]) if unit or container else None
+        return Owner(unit=unit, user_unit_of=uid, container=container, runtime=runtime)
+    parts = _parts(manager["above"] if manager else path)
     container, runtime = _container(parts)
     pod = next((match["uid"].replace("_", "-") for match in map(_POD.search, parts) if match), None)
     qos = _QOS.search(path)
     slurm = _SLURM.search(path)
     session = _SESSION.search(path)
-    manager = _USER_MANAGER.search(path)
-    unit = None if pod or slurm else _unit(manager["rest"].split("/") if manager else parts)
     return Owner(
-        unit=unit,
-        user_unit_of=int(manager["uid"]) if manager and unit else None,
+        unit=None if pod or slurm else _unit(parts),
         container=container,
         runtime=runtime,
         pod=pod,
@@ -84,6 +88,10 @@ def _of_path(path: str) -> Owner:
         step=slurm["step"] if slurm else None,
         session=session["session"] if session else None,
     )
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part]
 
 
 def _container(parts: list[str]) -> tuple[str | None, str | None]:
@@ -129,7 +137,7 @@ def identify(pid: int, proc: str = "/proc") -> Identity:
     """:raises OSError: if the process has gone, or may not be looked at."""
     base = f"{proc}/{pid}"
     about = processes.parse_stat(processes.read(f"{base}/stat"))
-    status = _status(processes.read(f"{base}/status").decode("utf-8", "replace"))
+    status = parse_status(processes.read(f"{base}/status").decode("utf-8", "replace"))
     uid = int(status.get("Uid", "0").split()[0])
     return Identity(
         pid=pid,
@@ -166,7 +174,8 @@ def _text(path: str) -> str:
         return ""
 
 
-def _status(text: str) -> dict[str, str]:
+def parse_status(text: str) -> dict[str, str]:
+    """The rows of a /proc/PID/status by their names."""
     return {key: value.strip() for key, dummy, value in (line.partition(":") for line in text.splitlines())}
 
 

@@ -11,7 +11,6 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-import pwd
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import version
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Runner
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import holders, identity
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import (
     Hold,
     Systemd,
@@ -71,6 +70,7 @@ _NEEDED = re.compile(
     r"(user@|systemd-|dbus|polkit|cron|sshd?[.@]|docker\.|containerd\.|crio\.|podman\.|kubelet|k3s|rke2|slurmd)"
 )
 _CONTAINER = re.compile(r"docker|libpod|kubepods|containerd|crio|lxc")
+_PROGRAMS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class ServicesError(Exception):
@@ -93,7 +93,6 @@ class MpsDaemon:
     unit: str | None
     user: str
     directory: str
-    argv: tuple[str, ...]
     env: Mapping[str, str]
 
 
@@ -144,25 +143,28 @@ def can_detach(dcgm: tuple[int, ...] | None, driver: version.DriverVersion | Non
     )
 
 
-def parse_mps(pid: int, uid: int, cmdline: bytes, environ: bytes, cgroup: str) -> MpsDaemon | None:
-    """The MPS daemon a process is, from its files in /proc, or None.
+def parse_mps(
+    pid: int, cmdline: bytes, status: Mapping[str, str], environ: bytes, cgroup: str, program: str
+) -> MpsDaemon | None:
+    """The MPS daemon a process is, from its files in /proc and the ``program`` it runs, or None.
 
     None too for one in a container, which is stopped with its container. ``/proc/PID/comm`` would not do: it is cut
-    to 15 characters, and so the same for the daemon and its servers.
+    to 15 characters, and so the same for the daemon and its servers. Nor would the command line alone: it is what
+    whoever started the process wanted it to be, also of a program that runs with more rights than theirs.
     """
-    argv = [part.decode("utf-8", "surrogateescape") for part in cmdline.rstrip(b"\0").split(b"\0")]
-    if Path(argv[0]).name != _MPS or not {"-d", "-f"}.intersection(argv[1:]) or _CONTAINER.search(cgroup):
+    words = cmdline.rstrip(b"\0").split(b"\0")
+    if Path(program.replace(" (deleted)", "")).name != _MPS or not {b"-d", b"-f"}.intersection(words[1:]):
         return None
-    found = re.search(r"/system\.slice/(?:.*/)?([^/]+\.service)$", cgroup, re.MULTILINE)
-    unit = found.group(1) if found and not is_needed(found.group(1)) else None
+    uids = status.get("Uid", "").split()[:2]  # real and effective
+    if len(set(uids)) != 1 or _CONTAINER.search(cgroup):
+        return None
+    owner = identity.parse_cgroup(cgroup)
+    unit = owner.unit if owner.user_unit_of is None else None
     pairs = (part.decode("utf-8", "surrogateescape").partition("=") for part in environ.split(b"\0") if b"=" in part)
     env = {key: value for key, dummy, value in pairs if key.startswith("CUDA_")}
-    try:
-        user = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        user = str(uid)
     directory = env.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_DIRECTORY)
-    return MpsDaemon(pid, unit, user, directory, (argv[0], "-d"), env)
+    named = unit if unit and unit.endswith(".service") and not is_needed(unit) else None
+    return MpsDaemon(pid, named, identity.user_name(int(uids[0])), directory, env)
 
 
 def find_mps(proc: Path) -> list[MpsDaemon]:
@@ -175,8 +177,9 @@ def find_mps(proc: Path) -> list[MpsDaemon]:
             cmdline = (entry / "cmdline").read_bytes()
             if _MPS.encode() not in cmdline:
                 continue
-            uid, environ = entry.stat().st_uid, (entry / "environ").read_bytes()
-            daemon = parse_mps(int(entry.name), uid, cmdline, environ, (entry / "cgroup").read_text())
+            status = identity.parse_status((entry / "status").read_text(errors="replace"))
+            environ, cgroup = (entry / "environ").read_bytes(), (entry / "cgroup").read_text(errors="replace")
+            daemon = parse_mps(int(entry.name), cmdline, status, environ, cgroup, str((entry / "exe").readlink()))
         except OSError:
             continue  # it has ended
         if daemon:
@@ -312,7 +315,6 @@ class Services:
                 "order": -1 - index,
                 "up": True,
                 "user": daemon.user,
-                "argv": list(daemon.argv),
                 "env": dict(daemon.env),
             }
         self.journal.remember_each(KIND, records)
@@ -354,9 +356,8 @@ class Services:
     def _quit_mps(self, daemon: MpsDaemon, timeout: float) -> None:
         seconds = max(1, int(timeout / 2))
         said = self.run(
-            _as_user(daemon.user, [_MPS]),
+            _mps(daemon.user, {**daemon.env, "CUDA_MPS_PIPE_DIRECTORY": daemon.directory}),
             timeout=timeout,
-            env={**daemon.env, "CUDA_MPS_PIPE_DIRECTORY": daemon.directory},
             stdin=f"quit -t {seconds}\n",
         )
         deadline = self.monotonic() + timeout
@@ -439,7 +440,7 @@ class Services:
         failed = {unit.id: self._explain(unit) for unit in late}
         for directory in result["mps"]:
             record = records[f"mps:{directory}"]
-            said = self.run(_as_user(record["user"], record["argv"]), timeout=30, env=record["env"])
+            said = self.run(_mps(record["user"], record["env"], "-d"), timeout=30)
             if not any(daemon.directory == directory for daemon in find_mps(self.proc)):
                 failed[f"mps:{directory}"] = f"the MPS control daemon of {directory} ({said.describe()})"
         return failed
@@ -460,6 +461,8 @@ class Services:
         return f"{unit.describe()}{said} (next: {unit.next})"
 
 
-def _as_user(user: str, argv: Sequence[str]) -> list[str]:
-    """``argv`` run as ``user``; an MPS daemon answers only to the user who started it."""
-    return list(argv) if user in ("root", "0") else ["runuser", "-u", user, "--", *argv]
+def _mps(user: str, env: Mapping[str, str], *options: str) -> list[str]:
+    """The MPS control program, as ``user``, since a daemon answers only to who started it; and with nothing of our own
+    environment."""
+    command = ["env", "-i", f"PATH={_PROGRAMS}", *(f"{key}={value}" for key, value in env.items()), _MPS, *options]
+    return command if user in ("root", "0") else ["runuser", "-u", user, "--", *command]

@@ -175,7 +175,7 @@ def from_census(
                 user=user,
                 since=_started(one.process.pid, proc),
                 unit=owner.unit if owner.user_unit_of is None else None,
-                container=owner.container,
+                container=owner.container if owner.user_unit_of is None else None,
                 management=one.kind == holders.MANAGEMENT,
                 kind=kind,
                 part_of=part_of,
@@ -192,10 +192,11 @@ def _part_of(owner: Owner, container_name: str | None, user: str, alone: str) ->
         return "pod", f"pod {owner.pod}"
     if owner.job:
         return "job", f"Slurm job {owner.job}"
+    whose = "" if owner.user_unit_of is None else f" of user {user}"
     if owner.container:
-        return "container", f"container {container_name or owner.container[:12]}"
+        return "container", f"container {container_name or owner.container[:12]}{whose}"
     if owner.unit and owner.unit.endswith(".service"):
-        return "unit", owner.unit if owner.user_unit_of is None else f"{owner.unit} of user {user}"
+        return "unit", f"{owner.unit}{whose}"
     if owner.session:
         return "session", f"login session {owner.session} of {user}"
     return "process", alone

@@ -40,7 +40,32 @@ PLACES: list[Any] = [
     (
         "podman, rootless",
         f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope/container",
-        {"container": ID, "runtime": "podman"},
+        {"container": ID, "runtime": "podman", "user_unit_of": 1000},
+    ),
+    (
+        "a user's group named as the system's",
+        "0::/user.slice/user-1000.slice/user@1000.service/app.slice/system.slice/postgresql.service",
+        {"unit": "postgresql.service", "user_unit_of": 1000},
+    ),
+    (
+        "a user's group named as a container",
+        f"0::/user.slice/user-1000.slice/user@1000.service/app.slice/docker-{ID}.scope",
+        {"container": ID, "runtime": "docker", "user_unit_of": 1000},
+    ),
+    (
+        "a user's group named as a pod",
+        f"0::/user.slice/user-1000.slice/user@1000.service/kubepods.slice/kubepods-pod{POD_}.slice/x",
+        {},
+    ),
+    (
+        "a user's group named as a job",
+        "0::/user.slice/user-1000.slice/user@1000.service/slurmstepd.scope/job_7/step_0",
+        {"unit": "slurmstepd.scope", "user_unit_of": 1000},
+    ),
+    (
+        "a user's manager in a container",
+        f"0::/system.slice/docker-{ID}.scope/user.slice/user-1000.slice/user@1000.service/app.slice/a.service",
+        {"container": ID, "runtime": "docker"},
     ),
     (
         "containerd, systemd driver, burstable",

@@ -350,6 +350,7 @@ def test_dcgm_that_cannot_attach_to_an_older_driver_is_restarted(tmp_path: Path)
     assert machine.states()[DCGM] == "active"
 
 
+PROGRAM = "/usr/bin/nvidia-cuda-mps-control"
 CMD = b"/usr/bin/nvidia-cuda-mps-control\0-d\0"
 ENV = b"PATH=/bin\0CUDA_MPS_PIPE_DIRECTORY=/tmp/mps-7\0CUDA_VISIBLE_DEVICES=0\0LANG=C\0"
 
@@ -377,13 +378,11 @@ ENV = b"PATH=/bin\0CUDA_MPS_PIPE_DIRECTORY=/tmp/mps-7\0CUDA_VISIBLE_DEVICES=0\0L
         pytest.param(CMD, ENV, "0::/system.slice/ssh.service\n", (None, "/tmp/mps-7"), id="by hand, without sessions"),
         pytest.param(CMD, ENV, f"0::/system.slice/docker-{'a' * 64}.scope\n", None, id="in a container"),
         pytest.param(b"nvidia-cuda-mps-control\0", ENV, "0::/\n", None, id="its command line"),
-        pytest.param(b"nvidia-cuda-mps-server\0-d\0", ENV, "0::/\n", None, id="its server"),
-        pytest.param(b"vi\0nvidia-cuda-mps-control\0-d\0", ENV, "0::/\n", None, id="something else"),
         pytest.param(b"\0", b"", "0::/\n", None, id="kernel thread"),
     ],
 )
 def test_mps_daemons(cmdline: bytes, environ: bytes, cgroup: str, expected: tuple[str | None, str] | None) -> None:
-    found = subject.parse_mps(7, 0, cmdline, environ, cgroup)
+    found = subject.parse_mps(7, cmdline, {"Uid": "0 0 0 0"}, environ, cgroup, PROGRAM)
     assert (found and (found.unit, found.directory)) == expected
     assert (
         not found
@@ -396,12 +395,33 @@ def test_mps_daemons(cmdline: bytes, environ: bytes, cgroup: str, expected: tupl
     )
 
 
+@pytest.mark.parametrize(
+    ("program", "uids"),
+    [
+        pytest.param("/usr/bin/nvidia-cuda-mps-server", "0 0 0 0", id="its server"),
+        pytest.param("/usr/bin/vi", "0 0 0 0", id="something else"),
+        pytest.param("/usr/bin/su", "1000 0 0 0", id="a program with more rights, called so by its user"),
+        pytest.param("/tmp/nvidia-cuda-mps-control", "1000 0 0 0", id="one with more rights, by a link of that name"),
+        pytest.param(PROGRAM, "", id="nobody knows whose"),
+    ],
+)
+def test_what_is_only_called_an_mps_daemon(program: str, uids: str) -> None:
+    assert subject.parse_mps(7, CMD, {"Uid": uids}, ENV, "0::/\n", program) is None
+
+
+def test_an_mps_daemon_whose_program_was_replaced() -> None:
+    found = subject.parse_mps(7, CMD, {"Uid": "65534\t65534\t0\t0"}, ENV, "0::/\n", f"{PROGRAM} (deleted)")
+    assert found and found.user == "nobody"
+
+
 def mps_process(tmp_path: Path, pid: int = 7) -> Path:
     process = tmp_path / f"proc/{pid}"
     process.mkdir(parents=True)
     (process / "cmdline").write_bytes(CMD)
     (process / "environ").write_bytes(ENV)
     (process / "cgroup").write_text("0::/user.slice/user-0.slice/session-1.scope\n")
+    (process / "status").write_text("Name:\tnvidia-cuda-mps\nUid:\t0\t0\t0\t0\n")
+    (process / "exe").symlink_to(PROGRAM)
     return process
 
 
@@ -411,9 +431,9 @@ def test_mps_is_told_to_quit_by_its_pipe_and_started_as_it_was__A_MOD_12(tmp_pat
     told: list[Any] = []
 
     def run(argv: Any, *, timeout: float, env: Any = None, stdin: Any = None) -> Completed:
-        if not argv[0].endswith("nvidia-cuda-mps-control"):
+        if argv[0] != "env":
             return machine.run(argv, timeout=timeout)
-        told.append((list(argv), env["CUDA_MPS_PIPE_DIRECTORY"], stdin and stdin.split()[0]))
+        told.append((list(argv[3:]), stdin and stdin.split()[0]))
         if stdin:
             for path in process.iterdir():
                 path.unlink()
@@ -427,10 +447,8 @@ def test_mps_is_told_to_quit_by_its_pipe_and_started_as_it_was__A_MOD_12(tmp_pat
     assert services.stop([], [], timeout=60)["mps"] == ["/tmp/mps-7"]
     assert not services.stop([], [], timeout=60)["changed"]
     assert services.restore(timeout=60)["mps"] == ["/tmp/mps-7"]
-    assert told == [
-        (["nvidia-cuda-mps-control"], "/tmp/mps-7", "quit"),
-        (["/usr/bin/nvidia-cuda-mps-control", "-d"], "/tmp/mps-7", None),
-    ]
+    env = ["CUDA_MPS_PIPE_DIRECTORY=/tmp/mps-7", "CUDA_VISIBLE_DEVICES=0"]
+    assert told == [([*env, "nvidia-cuda-mps-control"], "quit"), ([*env, "nvidia-cuda-mps-control", "-d"], None)]
 
 
 def test_an_mps_daemon_that_does_not_quit_is_told(tmp_path: Path, monkeypatch: Any) -> None:
