@@ -195,10 +195,10 @@ options:
                 type: path
               scratch:
                 description:
-                  - Directory for the plain files while CRIU writes or reads them. In memory, unless the node has
-                    another place that does not keep them.
+                  - Where the directory C(gpufleet) is made for the plain files while CRIU writes or reads them. In
+                    memory, unless the node has another place that does not keep them.
                 type: path
-                default: /dev/shm/gpufleet
+                default: /dev/shm
           engine:
             description:
               - For V(cuda_criu), V(cedana) and V(kubelet), if the work is an inference engine.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -157,19 +158,18 @@ def hash_files(
 def contents(root: Path) -> list[str]:
     """Paths of the regular files below ``root``, but for the manifest; :raises ArtefactError: for anything else."""
     found = []
-    for folder, dummy, names in os.walk(root):
-        for name in names:
-            path = Path(folder, name)
-            if path.is_symlink() or not path.is_file():
+    for folder, folders, names in os.walk(root):
+        for path in (Path(folder, name) for name in (*folders, *names)):
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise ArtefactError(f"{path} is not a regular file; nothing else belongs into an artefact")
-            found.append(str(path.relative_to(root)))
+        found += [str(Path(folder, name).relative_to(root)) for name in names]
     return sorted(path for path in found if path != MANIFEST)
 
 
 def stage(store: str | Path, artefact: str) -> Path:
     """An empty private directory in the store, to become the artefact; what an earlier attempt left is removed.
 
-    :raises ArtefactError: if it cannot be made, or everybody may replace what is in the store.
+    :raises ArtefactError: if it cannot be made, or somebody else may replace what is in the store.
     """
     final = place(store, artefact)
     directory = final.with_name(f"{STAGED}{artefact}")
@@ -184,10 +184,28 @@ def stage(store: str | Path, artefact: str) -> Path:
 
 
 def _refuse_open(store: Path) -> None:
-    """A save holds what root runs, so nobody else may put another in its place."""
-    mode = store.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+    """A save holds what root runs, so nobody else may put another in its place: not the owner of the store, nor who may
+    write there, unless nobody may take away what others have put there."""
+    about = store.stat()
+    if about.st_uid not in (0, os.geteuid()):
+        raise ArtefactError(f"uid {about.st_uid} may replace what is in {store}; take that away: chown root {store}")
+    if about.st_mode & stat.S_ISVTX:
+        return
+    if about.st_mode & stat.S_IWOTH:
         raise ArtefactError(f"everybody may replace what is in {store}; take that right away: chmod o-w {store}")
+    if about.st_mode & stat.S_IWGRP and about.st_gid not in (0, os.getegid()):
+        raise ArtefactError(f"gid {about.st_gid} may replace what is in {store}; take that away: chmod g-w {store}")
+
+
+def own_directory(path: Path) -> None:
+    """Make a directory that nobody else may look into or change; one that is there must be so.
+
+    :raises OSError: if it cannot be made, or is somebody else's.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = path.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "is not a directory of our own that is closed to others", str(path))
 
 
 def _sync(path: Path) -> None:
@@ -327,7 +345,9 @@ def receive(store: str | Path, manifest: Mapping[str, Any], workers: int = 0) ->
         return []
     staged = final.with_name(f"{STAGED}{name}")
     try:
-        staged.mkdir(mode=0o700, parents=True, exist_ok=True)
+        final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_open(final.parent)
+        own_directory(staged)
         held = sum(path.stat().st_blocks * 512 for path in staged.rglob("*") if path.is_file())
         missing = int(manifest["total"]) - held - free_bytes(staged)
         if missing > 0:

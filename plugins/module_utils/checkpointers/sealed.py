@@ -20,10 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.artefact import own_directory
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
 
 TOOLS = ("age", "gpg")
-SCRATCH = "/dev/shm/gpufleet"  # noqa: S108 - a directory of root's own below it
+SCRATCH = "/dev/shm"  # noqa: S108 - in a directory of root's own below it
 _QUERY = 30.0
 _AT_ONCE = 2
 
@@ -67,14 +68,14 @@ class Seal:
 
     def plain(self, artefact: str) -> Path:
         """Where the plain files of a save are while they are needed."""
-        return self.scratch / artefact
+        return self.scratch / "gpufleet" / artefact
 
     def fresh(self, artefact: str) -> Path:
-        """An empty directory for them; :raises OSError: if it cannot be made."""
+        """An empty directory for them; :raises OSError: if it cannot be made, or is not ours alone."""
         place = self.plain(artefact)
+        own_directory(place.parent)
         shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(mode=0o700, parents=True)
-        place.parent.chmod(0o700)
+        place.mkdir(mode=0o700)
         return place
 
     def close(self, plain: Path, staged: Path, seconds: float) -> None:

@@ -115,7 +115,7 @@ class Target(Common):
         for file in manifest["files"]:
             with contextlib.suppress(FileNotFoundError):
                 about = (root / file["path"]).stat()
-                found.append([file["path"], about.st_size, about.st_mtime_ns, about.st_ino])
+                found.append([file["path"], about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino])
         return found
 
     def _fits(self, work: Work, manifest: Mapping[str, Any], own: bool) -> None:

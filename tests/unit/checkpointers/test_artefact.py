@@ -213,13 +213,36 @@ def test_a_piece_that_changes_after_it_was_hashed_is_found(tmp_path: Path) -> No
     assert "pages-1.img" in artefact.verify(tmp_path, "save")[0]
 
 
-def test_a_store_in_which_everybody_may_replace_saves_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "next_command"),
+    [
+        pytest.param(0o777, 0, 0, "chmod o-w", id="everybody"),
+        pytest.param(0o770, 0, 65534, "chmod g-w", id="a group"),
+        pytest.param(0o700, 65534, 0, "chown root", id="its owner"),
+        pytest.param(0o1777, 65534, 0, "chown root", id="its owner, with a sticky bit"),
+    ],
+)
+def test_a_store_in_which_somebody_else_may_replace_saves_is_refused(
+    tmp_path: Path, mode: int, owner: int, group: int, next_command: str
+) -> None:
     store = tmp_path / "store"
-    staged = artefact.stage(store, ID)
-    artefact.publish(staged, ID, {})
-    store.chmod(0o777)
-    for refused in (artefact.stage, artefact.read):
-        with pytest.raises(artefact.ArtefactError, match=f"chmod o-w {store}"):
+    manifest = artefact.publish(artefact.stage(store, ID), ID, {})
+    store.chmod(mode)
+    os.chown(store, owner, group)
+    for refused in (artefact.stage, artefact.read, lambda place, dummy: artefact.receive(place, manifest)):
+        with pytest.raises(artefact.ArtefactError, match=f"{next_command} {store}"):
             refused(store, ID)
     store.chmod(0o1777)
+    os.chown(store, 0, 0)
     assert artefact.read(store, ID)["id"] == ID
+
+
+def test_what_somebody_has_prepared_for_a_save_is_not_used(tmp_path: Path) -> None:
+    source, store = tmp_path / "source", tmp_path / "store"
+    manifest = artefact.publish(artefact.stage(source, ID), ID, {})
+    prepared = store / f"{artefact.STAGED}{ID}"
+    prepared.mkdir(parents=True, mode=0o700)
+    store.chmod(0o1777)
+    os.chown(prepared, 65534, 65534)
+    with pytest.raises(artefact.ArtefactError, match="not a directory of our own"):
+        artefact.receive(store, manifest)

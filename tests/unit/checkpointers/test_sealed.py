@@ -50,7 +50,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[st
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    plain = tmp_path / "scratch/save-1"
+    plain = tmp_path / "scratch/gpufleet/save-1"
+    plain.parent.mkdir(mode=0o700, parents=True)
     (plain / "images").mkdir(parents=True)
     (plain / "images/pages-1.img").write_bytes(SECRET)
     (plain / "images/empty.img").touch()
@@ -152,6 +153,24 @@ def test_a_target_without_the_key_refuses_before_the_source_ends(
     ):
         assert said in target._unreadable(Work("w", save=options), manifest)
     assert target._unreadable(Work("w", save={"encrypt": {**keys["age"], **scratch}}), manifest) == ""
+
+
+@pytest.mark.parametrize("made", ["open", "link", "file", "foreign"])
+def test_plain_files_lie_in_a_directory_of_our_own(tmp_path: Path, keys: dict[str, dict[str, str]], made: str) -> None:
+    """Everybody may make directories in /dev/shm."""
+    place = tmp_path / "scratch/gpufleet"
+    place.parent.mkdir()
+    if made == "link":
+        place.symlink_to(tmp_path)
+    elif made == "file":
+        place.touch(mode=0o600)
+    else:
+        place.mkdir(mode=0o755 if made == "open" else 0o700)
+    if made == "foreign":
+        os.chown(place, 65534, -1)
+    with pytest.raises(OSError, match=r"File exists|is not a directory of our own"):
+        seal(tmp_path, keys["age"]).fresh("save-1")
+    assert list(tmp_path.rglob("save-1")) == []
 
 
 def test_what_was_opened_is_dropped(

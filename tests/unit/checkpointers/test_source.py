@@ -207,7 +207,7 @@ def test_an_encrypted_capture_is_plain_nowhere(place: Place, tmp_path: Path) -> 
     manifest = artefact.read(place.store, captured.artefact)
     assert manifest["sealed"] == {"tool": "age", "recipient": options["recipient"]}
     assert {path.suffix for path in place.store.rglob("*") if path.is_file()} == {".age", ".json"}
-    assert list(scratch.iterdir()) == []
+    assert list((scratch / "gpufleet").iterdir()) == []
 
 
 def test_who_cannot_be_encrypted_for_is_not_stopped(place: Place) -> None:
