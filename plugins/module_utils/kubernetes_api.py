@@ -313,7 +313,7 @@ def _answer(response: Any) -> Answer:
 def _date(text: str | None) -> float:
     try:
         return parsedate_to_datetime(text or "").timestamp()
-    except ValueError:
+    except (TypeError, ValueError):  # the former before Python 3.10
         return time.time()
 
 

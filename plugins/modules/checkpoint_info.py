@@ -52,7 +52,7 @@ options:
       scratch:
         description: Directory for plain files while they are needed. Not used here.
         type: path
-        default: /dev/shm/gpufleet
+        default: /dev/shm
 seealso:
   - module: gpufleet.driver.checkpoint_collect
   - module: gpufleet.driver.workload_checkpoint

@@ -78,6 +78,7 @@ def speak(
             headers=headers,
             method=method,
             timeout=timeout,
+            follow_redirects="none",  # the token is for this server alone
             ca_path=ca,
             client_cert=cert,
             client_key=key,

@@ -230,7 +230,13 @@ class Runfile(DriverSource):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy = directory / file.name
         shutil.copyfile(file, copy)
-        return self.keep(version, [StagedFile(PACKAGE, version, copy.name, sha256(copy), copy.stat().st_size)])
+        digest = sha256(copy)
+        if file == self.file and digest != (self.checksum or "").lower():
+            copy.unlink()
+            raise SourceError(
+                f"{file} has changed since it was checked: its SHA-256 is {digest}, expected {self.checksum}"
+            )
+        return self.keep(version, [StagedFile(PACKAGE, version, copy.name, digest, copy.stat().st_size)])
 
     def apply(self, plan: PackagePlan, timeout: float, recovering: bool = False) -> None:
         staged = self.staged(plan.target).find(PACKAGE, plan.target)

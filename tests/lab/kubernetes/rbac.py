@@ -38,11 +38,21 @@ def merged(*parts: Rights) -> Rights:
 RIGHTS: Rights = merged(kubernetes.RIGHTS, gpu_operator.RIGHTS, node_maintenance.RIGHTS, kubernetes_lease.RIGHTS)
 
 
+def rules_of(group: str, resource: str, verbs: Iterable[str]) -> list[dict[str, Any]]:
+    """Of Leases, which also say who leads in a cluster and which nodes live, only our own; a name cannot be asked for
+    where one is made."""
+    rule = {"apiGroups": [group], "resources": [resource]}
+    if resource != "leases":
+        return [{**rule, "verbs": list(verbs)}]
+    own = [verb for verb in verbs if verb != "create"]
+    return [{**rule, "verbs": ["create"]}, {**rule, "resourceNames": [kubernetes_lease.NAME], "verbs": own}]
+
+
 def objects() -> list[dict[str, Any]]:
     meta = {"name": NAME}
     there = {"name": NAME, "namespace": NAMESPACE}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": NAME}
-    rules = [{"apiGroups": [group], "resources": [resource], "verbs": list(verbs)} for group, resource, verbs in RIGHTS]
+    rules = [rule for group, resource, verbs in RIGHTS for rule in rules_of(group, resource, verbs)]
     kind = "rbac.authorization.k8s.io/v1"
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
@@ -63,6 +73,9 @@ class _Dumper(yaml.SafeDumper):
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def manifest() -> str:

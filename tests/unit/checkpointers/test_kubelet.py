@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, suspend
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, left_running, suspend
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import CheckpointError, Work
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.kubelet import (
@@ -97,6 +97,31 @@ def kubelet(https: Server) -> Server:
     https.status, https.answer, https.cut = 200, "", 0
     https.asked.clear()
     return https
+
+
+def test_a_token_goes_to_no_other_server(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{server.server_port}/elsewhere")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *dummy: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    (tmp_path / "token").write_text("t0ken\n")
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/first"
+        status, dummy = left_running.speak("GET", url, token_file=str(tmp_path / "token"))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert (status, asked) == (302, ["/first"])
 
 
 class Node:

@@ -10,6 +10,7 @@ import io
 import itertools
 import subprocess
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -234,6 +235,22 @@ def test_a_failure_with_other_modules_is_one(machine):
     (machine.root / "broken").unlink()
     assert call(machine, install.bring, None, "auto").after == {"NVIDIA-Linux": OLD}
     assert machine.done == ["uninstall", f"install {OLD}"]
+
+
+def test_an_installer_that_is_replaced_after_its_check_is_not_kept(machine, monkeypatch):
+    file, checksum = machine.file(NEW)
+    previous, dummy = machine.file(OLD)
+    copy = runfile.shutil.copyfile
+
+    def replaced(source, to):
+        if str(source) == file:
+            Path(file).write_text("#!/bin/sh\nid\n")
+        copy(source, to)
+
+    monkeypatch.setattr(runfile.shutil, "copyfile", replaced)
+    with pytest.raises(SourceError, match="has changed since it was checked"):
+        call(machine, install.bring, DriverVersion.parse(NEW), "auto", file=file, checksum=checksum, previous=previous)
+    assert machine.done == [] and not list(machine.root.glob(f"state/**/*{NEW}.run"))
 
 
 def test_a_kept_installer_that_has_rotted_is_not_run(machine):
