@@ -103,9 +103,13 @@ def judged(outcomes: list[moving.Outcome], unsaved: str) -> dict[str, Any]:
         "moved": {one.workload: one.to for one in outcomes if one.how == moving.MOVED},
     }
     said = [f"{one.workload} may run on {one.to or 'another node'}: {_last(one)}" for one in unknown]
-    said += [f"{one.workload} is neither running nor saved: {_last(one)}" for one in lost if one not in unknown]
+    said += [f"{one.workload} does not run, {_saved(one)}: {_last(one)}" for one in lost]
     said += [f"{one.workload} is not saved: {_last(one)}" for one in refused if one not in lost]
     return {**result, "failed": True, "msg": "; ".join(said)} if said else result
+
+
+def _saved(outcome: moving.Outcome) -> str:
+    return f"and is to be moved again from its save {outcome.kept}" if outcome.kept else "nor is it saved"
 
 
 def _last(outcome: moving.Outcome) -> str:

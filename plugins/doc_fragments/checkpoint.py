@@ -80,7 +80,7 @@ options:
           key:
             description:
               - Further facts that must be the same for a restore to be right, for example C(model_revision). They are
-                kept in the manifest.
+                kept in the manifest, and compared with those that are declared when the work is restored.
             type: dict
             default: {}
           may_repeat:

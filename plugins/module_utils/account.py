@@ -256,7 +256,7 @@ _ENDED = {
     "stayed": "not saved",
     "cold_start": "started again from its own state",
     "unknown": "may run there: the node did not answer",
-    "lost": "neither runs nor is saved",
+    "lost": "does not run",
 }
 
 

@@ -145,7 +145,8 @@ workloads:
         - V(moved), it runs on another node. V(saved), it has saved itself and runs on. V(stayed), it runs on here and
           is not saved, or runs here again from its save, as no other node could restore it. V(cold_start), it was
           ended and started again from its own state. V(absent), it was not running here. V(unknown), it may run on a
-          node that does not answer. V(lost), it neither runs nor is saved, and does not start.
+          node that does not answer. V(lost), it does not run and cannot be started; C(kept) names its save, if there is
+          one, from which the next run goes on.
       type: str
       returned: always
     to:

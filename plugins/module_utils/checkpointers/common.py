@@ -249,7 +249,7 @@ class Common:
         if not pids:
             return answers
         options = json.dumps({"timeout": self._limits.lock, "pairs": dict(pairs or {})})
-        argv = [sys.executable, "-", action, options, *map(str, pids)]
+        argv = [sys.executable, "-IS", "-", action, options, *map(str, pids)]
         done = self._run(argv, timeout=seconds, stdin=self._source_of_script())
         for line in done.stdout.splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -32,7 +32,7 @@ MOVED, SAVED, STAYED, COLD = "moved", "saved", "stayed", "cold_start"
 ABSENT, UNKNOWN, LOST = "absent", "unknown", "lost"
 """How a workload is afterwards: it runs on another node; has saved itself and runs on here; runs on here unsaved; was
 ended and started again from its own state. It was not running here; it may run on a node that does not answer; it
-neither runs nor is saved, and does not start."""
+does not run here and cannot be started."""
 
 Call = Callable[[str, str, Mapping[str, Any]], Mapping[str, Any]]
 """Node, module and its options → the module's result, also if it failed. Raises :class:`NodeLost`."""
@@ -147,7 +147,7 @@ class Move:
         terms: Terms,
         differences: Differences,
         say: Callable[[str], None],
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._home = home
@@ -237,6 +237,7 @@ class Move:
             record = begun.get(job.name, {})
             waiting = record.get("state") in ("frozen", "published", "committing", "committed")
             job.begun, job.target = waiting, record.get("target") if waiting else None
+            job.artefact = record["artefact"] if record.get("state") == "committing" else ""
             if waiting:
                 job.fits = list(candidates)
                 continue
@@ -278,7 +279,9 @@ class Move:
         ):
             if not told["ok"]:
                 self._not_captured(job, told)
-                if told["source"] == SOURCE_LOST:  # the driver broke it
+                if told["source"] == SOURCE_LOST and (told.get("reason") or {}).get("step") == "commit":
+                    self._undying(job)
+                elif told["source"] == SOURCE_LOST:  # the driver broke it
                     self._cold(job)
                 job.over = True
                 continue
@@ -359,8 +362,16 @@ class Move:
                     job.source, job.over = told["source"], told["source"] != SOURCE_FROZEN
                     if job.source == SOURCE_GONE:  # another run has given it to another node
                         job.outcome.how = UNKNOWN
+                    elif job.source == SOURCE_LOST:
+                        self._undying(job)
                     self._say(str(told["msg"]))
         return ended
+
+    @staticmethod
+    def _undying(job: _Job) -> None:
+        """It was to end, and is still there: the node is no good. The next run ends it, and goes on with its save."""
+        job.outcome.how, job.outcome.kept, job.over = LOST, job.artefact, True
+        job.outcome.next = "run it again once its processes are gone"
 
     def _restore(self, target: str, jobs: Sequence[_Job]) -> None:
         options = {**self._terms.restore, "gang": self._terms.gang}

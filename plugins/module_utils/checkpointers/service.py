@@ -26,7 +26,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd impor
 _QUERY = 30.0
 _SHOWN = (
     "LoadState", "ActiveState", "SubState", "Result", "MainPID", "ControlGroup", "WatchdogUSec", "Type", "FragmentPath",
-    "RootDirectory", "RootImage", "DynamicUser", "PAMName",
+    "RootDirectory", "RootImage", "MemoryMax",
 )  # fmt: skip
 _QUIET = "Restart=no\nKillMode=control-group\nKillSignal=SIGKILL\nExecStop=\nExecStopPost=\nTimeoutStopSec=30\n"
 

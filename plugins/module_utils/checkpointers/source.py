@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 import tarfile
@@ -52,7 +53,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cont
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.engine import Engine, EngineError
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import Seal, SealError
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import gpus
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import gpus, nvml
 
 _CONTAINED = tuple(f"namespace_{name}" for name in ("mnt", "pid", "net", "ipc", "uts", "cgroup"))
 """What a container is made of, and podman saves and makes anew."""
@@ -62,6 +63,11 @@ _STEADY = 0.1
 
 _STUCK = 2.0
 """Seconds for which a process may wait for a device before it counts as one that does not stop."""
+
+_ATTEMPTS = 2
+"""How often the same processes are suspended in vain: each time leaves something behind in some of them."""
+
+_FULL = ("No space left on device", "Disk quota exceeded")
 
 _GHOSTS = 512 << 20
 """Bytes of a deleted file that is still open; CRIU's own limit of 1 MB is too small for what frameworks leave."""
@@ -150,6 +156,15 @@ class Source(Common):
                     f"ls -l /proc/{one.pid}/fd",
                     one.pid,
                 )
+            for name in one.shared:
+                if not isinstance(service, Podman) and not carried.below(name, work.save.get("paths") or ()):
+                    refuse(
+                        "unsupported_feature:shared_memory",
+                        f"PID {one.pid} {one.comm} maps {name}, which does not travel by itself",
+                        "shared memory that is named in save.paths, or has no name",
+                        "ls -l /dev/shm",
+                        one.pid,
+                    )
         for one in tree.outsiders(processes, root):
             refuse(
                 "unsupported_feature:several_trees",
@@ -204,7 +219,7 @@ class Source(Common):
         if trouble:
             refuse("dump_failed", trouble, "paths that can be carried", "ls -ld PATH")
         if not found:
-            found += self._room(work, processes, shown)
+            found += self._room(work, processes, shown, usage)
         return found
 
     def _uninterruptible(self, processes: Sequence[tree.Process]) -> list[tree.Process]:
@@ -226,14 +241,20 @@ class Source(Common):
             if said.get("tid")
         }
 
-    def _sizes(self, processes: Sequence[tree.Process]) -> tuple[int, dict[int, int]]:
+    @staticmethod
+    def _sizes(processes: Sequence[tree.Process], usage: Mapping[int, nvml.Usage]) -> tuple[int, dict[int, int]]:
         """Resident bytes of all, and GPU bytes by PID as NVML counts them."""
-        usage = self._usage()
         used = {one.pid: usage[one.pid].memory or 0 for one in processes if one.pid in usage}
         return sum(one.rss for one in processes), used
 
-    def _room(self, work: Work, processes: Sequence[tree.Process], shown: Mapping[str, str]) -> list[Reason]:
-        rss, used = self._sizes(processes)
+    def _room(
+        self,
+        work: Work,
+        processes: Sequence[tree.Process],
+        shown: Mapping[str, str],
+        usage: Mapping[int, nvml.Usage],
+    ) -> list[Reason]:
+        rss, used = self._sizes(processes, usage)
         on_gpu = int(sum(used.values()) * 1.1)
         found = []
         available = tree.memory_available(self._proc)
@@ -269,7 +290,7 @@ class Source(Common):
 
     def estimate(self, work: Work) -> Estimate:
         processes = self._look(work)[2]
-        rss, used = self._sizes(processes)
+        rss, used = self._sizes(processes, self._usage())
         on_gpu = sum(used.values())
         size = rss + on_gpu + carried.size(work.save.get("paths") or ())
         # 5 GB/s from the GPU, 0.5 GB/s to unknown storage, 1.5 GB/s to hash; 5 s for everything that has no size
@@ -311,11 +332,21 @@ class Source(Common):
                     )
             if record.get("state") == suspend.THAWED:
                 artefact.remove(self._store, record["artefact"])  # what was saved is out of date
-            attempts = record.get("attempts", 0) + 1 if record.get("state") in (ABORTED, suspend.THAWED) else 1
+            same = record.get("main") in suspend.same(record.get("members", []), self._proc)
+            failed = int(record.get("failed", 0)) if same else 0
+            if failed >= _ATTEMPTS:
+                raise self._failed(
+                    work,
+                    "policy",
+                    "check",
+                    f"its processes were stopped {failed} times and could not be saved; they may not survive a third",
+                    "processes that were not, as after a restart",
+                    f"rm {shlex.quote(str(path))} (to have it tried again)",
+                )
             refused = self.check(work)
             if refused:
                 raise CheckpointError(refused[0])
-            return self._captured(work, self._capture(work, path, attempts))
+            return self._captured(work, self._capture(work, path, failed))
 
     def _began_anew(self, record: Mapping[str, Any]) -> bool:
         """Whether the unit was started by somebody else since its processes were stopped: at boot, for example."""
@@ -353,13 +384,14 @@ class Source(Common):
     def _arm(self, service: Service, path: Path, seconds: float) -> None:
         service.arm([sys.executable, str(self._script), "thaw", str(path)], seconds)
 
-    def _capture(self, work: Work, path: Path, attempts: int) -> dict[str, Any]:
+    def _capture(self, work: Work, path: Path, failed: int) -> dict[str, Any]:
         service, shown, processes = self._look(work)
         cuda = self._cuda(processes)
-        rss, used = self._sizes(processes)
+        report, usage = self._observe(), self._usage()
+        rss, used = self._sizes(processes, usage)
         size = rss + sum(used.values())
-        order = facts.gpu_order(self._observe())
-        computes_on = {pid: [str(order[gpu]["uuid"]) for gpu in one.gpus] for pid, one in self._usage().items()}
+        order = facts.gpu_order(report)
+        computes_on = {pid: [str(order[gpu]["uuid"]) for gpu in one.gpus] for pid, one in usage.items()}
         began = self._now()
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(began))
         record: dict[str, Any] = {
@@ -378,9 +410,9 @@ class Source(Common):
             ],
             "drop_in": str(service.guard_path),
             "at": began,
-            "attempts": attempts,
+            "failed": failed,
         }
-        key = facts.node_facts(self._observe(), self._run, self._criu, self._proc, self._sys)
+        key = facts.node_facts(report, self._run, self._criu, self._proc, self._sys)
         seal = self._seal(work)
         if seal:
             record["plain"] = str(seal.plain(record["artefact"]))
@@ -403,7 +435,10 @@ class Source(Common):
                 ("dump", lambda: self._dump(work, service, shown, processes, plain, size)),
                 ("files", lambda: self._carry(work, plain)),
                 ("seal", lambda: self._close(work, seal, plain, staged, size)),
-                ("publish", lambda: self._publish(work, service, record, processes, staged, key, timings, known.end())),
+                (
+                    "publish",
+                    lambda: self._publish(work, service, record, processes, staged, key, order, timings, known.end()),
+                ),
             ):
                 act()
                 timings[step] = round(time.monotonic() - mark, 3)
@@ -415,14 +450,22 @@ class Source(Common):
         except BaseException as exc:
             if ahead:
                 ahead.end()
+            full = any(said in str(exc) for said in _FULL)
+            record["failed"] += "lock" in timings
             source = self._undo(path, record)
             if isinstance(exc, CheckpointError):
-                raise CheckpointError(replace(exc.reason, source=source)) from exc
+                reason = "insufficient_space" if full else exc.reason.reason
+                raise CheckpointError(replace(exc.reason, reason=reason, source=source)) from exc
             if isinstance(exc, (OSError, ServiceError, artefact.ArtefactError)):
-                full = isinstance(exc, (OSError, artefact.ArtefactError))
-                reason = "publish_failed" if full else "checkpoint_failed"
+                reason = "checkpoint_failed" if isinstance(exc, ServiceError) else "publish_failed"
                 raise self._failed(
-                    work, reason, "capture", str(exc), "success", f"df -h {self._store}", source
+                    work,
+                    "insufficient_space" if full else reason,
+                    "capture",
+                    str(exc),
+                    "success",
+                    f"df -h {self._store}",
+                    source,
                 ) from exc
             raise
         record.update(state=suspend.PUBLISHED, timings=timings, seconds=round(self._now() - began, 3))
@@ -571,11 +614,11 @@ class Source(Common):
         processes: Sequence[tree.Process],
         staged: Path,
         key: Mapping[str, Any],
+        order: Sequence[Mapping[str, Any]],
         timings: Mapping[str, float],
         known: Mapping[str, Sequence[str]],
     ) -> None:
         paths = [str(path) for path in work.save.get("paths") or ()]
-        report = self._observe()
         declared = {
             "unit": work.unit,
             "container": work.container,
@@ -605,7 +648,7 @@ class Source(Common):
                 "key": {**key, "backend": FORMAT, **dict(work.save.get("key") or {})},
                 "node": self._node,
                 "members": record["members"],
-                "gpus": facts.gpu_order(report),
+                "gpus": order,
                 "journal_sockets": tree.journal_sockets(outside, self._proc),
                 "connections_closed": tree.established(processes, self._proc),
                 "paths": paths,
@@ -658,7 +701,8 @@ class Source(Common):
     def abort(self, work: Work) -> str:
         with self._held(work) as (path, record):
             if record.get("state") not in (suspend.FROZEN, suspend.PUBLISHED, suspend.THAWED):
-                return str(record.get("source", SOURCE_GONE if record.get("state") == COMMITTED else SOURCE_RUNNING))
+                ended = {COMMITTED: SOURCE_GONE, COMMITTING: SOURCE_LOST}.get(str(record.get("state")))
+                return ended or str(record.get("source", SOURCE_RUNNING))
             return self._undo(path, record)
 
     def commit(self, work: Work, target: str) -> str:
@@ -702,7 +746,7 @@ class Source(Common):
             service.disarm()
             service.moved.place([record["unit"]])
             service.guard()
-            service.end(lambda: suspend.same(record["members"], self._proc), 60.0)
+            service.end(lambda: suspend.same(record["members"], self._proc), self._limits.base)
             service.reset()
             service.unguard()
         except (ServiceError, OSError) as exc:
@@ -713,7 +757,7 @@ class Source(Common):
                 str(exc),
                 "its processes gone",
                 service.status_command,
-                SOURCE_FROZEN,
+                SOURCE_LOST,
             ) from exc
         record.update(state=COMMITTED, committed_at=self._now())
         suspend.write_record(path, record)

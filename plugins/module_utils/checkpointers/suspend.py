@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import http.client
 import json
 import os
 import re
@@ -33,7 +32,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any, Callable
 
@@ -212,9 +210,15 @@ def act(calls: Any, action: str, pid: int, timeout: float, pairs: dict[str, str]
 
 
 def act_on_all(
-    action: str, pids: list[int], timeout: float, pairs: dict[str, str], say: Callable[[Said], None]
+    action: str,
+    pids: list[int],
+    timeout: float,
+    pairs: dict[str, str],
+    say: Callable[[Said], None],
+    limit: float | None = None,
 ) -> None:
-    """The action on every process at the same time; each answer is said as soon as it is there."""
+    """The action on every process at the same time; each answer is said as soon as it is there. After ``limit`` seconds
+    nobody is waited for."""
     try:
         calls = driver()
     except OSError as exc:
@@ -231,8 +235,9 @@ def act_on_all(
     threads = [threading.Thread(target=one, args=(pid,), daemon=True) for pid in pids]
     for thread in threads:
         thread.start()
+    deadline = None if limit is None else time.monotonic() + limit
     for thread in threads:
-        thread.join()
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 # --- the record of a workload that stands still ----------------------------------------------------------------------
@@ -314,39 +319,75 @@ def read_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def run_again(record: dict[str, Any], ask: Callable[..., list[Said]], sys_root: str = "/sys") -> dict[int, str]:
+def dumper_of(pid: int, proc: str = "/proc") -> int | None:
+    """The PID of the CRIU that traces a process, as it does from the beginning of a dump to its end."""
+    try:
+        status = Path(proc, str(pid), "status").read_text(errors="replace")
+        tracer = int(re.findall(r"^TracerPid:\s+(\d+)$", status, re.MULTILINE)[0])
+        name = Path(proc, str(tracer), "comm").read_text(errors="replace")
+    except (OSError, IndexError):
+        return None
+    return tracer if name.startswith("criu") else None
+
+
+def end_of_dump(pids: list[int], patience: float) -> None:
+    """Wait for a CRIU whose module was killed: it would leave stopped what has been let go on. One that takes longer
+    than ``patience`` seconds is ended."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline + 5.0:
+        dumpers = {dumper for dumper in map(dumper_of, pids) if dumper}
+        if not dumpers:
+            return
+        if time.monotonic() >= deadline:
+            for dumper in dumpers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(dumper, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def run_again(
+    record: dict[str, Any], ask: Callable[..., list[Said]], sys_root: str = "/sys", patience: float = 60.0
+) -> dict[int, str]:
     """Let the processes of a record go on from wherever they are; their states afterwards.
 
     ``ask(action, pids, pairs)`` enters the driver. The threads must run before the driver can be asked for anything.
-    CRIU stops also what the work started after its processes were written down.
+    CRIU stops also what the work started after its processes were written down. A process in which the driver is still
+    at work is waited for, ``patience`` seconds. One that is said to run is asked to as well, in case that is not true.
     """
     alive = same(record["members"])
+    end_of_dump(alive, patience)
     for pid in {*alive, *pids_of(record.get("cgroup", ""), sys_root)}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
     cuda = [int(one["pid"]) for one in record["members"] if one.get("cuda") and int(one["pid"]) in alive]
     states = {said["pid"]: said["state"] for said in ask("look", cuda, {})} if cuda else {}
-    for action, state in (("restore", CHECKPOINTED), ("unlock", LOCKED)):
-        pids = [pid for pid in cuda if states.get(pid) == state]
-        if pids:
-            states.update({said["pid"]: said["state"] for said in ask(action, pids, {})})
+    deadline = time.monotonic() + patience
+    while BUSY in states.values() and time.monotonic() < deadline:
+        time.sleep(0.5)
+        busy = [pid for pid, state in states.items() if state == BUSY]
+        states.update({said["pid"]: said["state"] for said in ask("look", busy, {})})
+    for action, before in (("restore", (CHECKPOINTED, RUNNING)), ("unlock", (LOCKED, RUNNING, UNKNOWN))):
+        pids = [pid for pid in cuda if states.get(pid, UNKNOWN) in before]
+        for said in ask(action, pids, {}) if pids else ():
+            if (states.get(said["pid"]), said["state"]) != (RUNNING, UNKNOWN):
+                states[said["pid"]] = said["state"]
     return {pid: states.get(pid, UNKNOWN) for pid in cuda}
 
 
-class _Direct(urllib.request.HTTPRedirectHandler):
-    """Follows nobody elsewhere: what is asked for is on this machine."""
-
-    def redirect_request(self, *dummy: Any) -> None:
-        return None
-
-
 def request(method: str, url: str, body: Any = None, token_file: str | None = None, timeout: float = 30.0) -> bytes:
-    """Speak HTTP to this machine, past every proxy; the body of the answer.
+    """Speak HTTP to this machine, past every proxy, and follow nobody elsewhere; the body of the answer.
 
     ``body`` is sent as JSON; ``token_file`` holds a bearer token.
 
     :raises OSError: if there is no answer in time, or one that is no success.
     """
+    import http.client  # these take longer than a call of the driver does, and most children make none of these
+    import urllib.request
+
+    class Direct(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *dummy: Any) -> None:
+            return None
+
     if not url.startswith(("http://", "https://")):
         raise OSError(f"{url!r} is not the URL of a web server")
     headers = {"Content-Type": "application/json"} if body is not None else {}
@@ -354,7 +395,7 @@ def request(method: str, url: str, body: Any = None, token_file: str | None = No
         headers["Authorization"] = f"Bearer {Path(token_file).read_text().strip()}"
     data = json.dumps(body).encode() if body is not None else b"" if method == "POST" else None
     asked = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310 - looked at above
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Direct())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), Direct())
     try:
         with opener.open(asked, timeout=timeout) as answer:
             return bytes(answer.read())
@@ -383,8 +424,9 @@ def tidy(record: dict[str, Any]) -> None:
         subprocess.run(["systemctl", "daemon-reload"], timeout=120, check=False)
 
 
-def thaw(path: Path, patience: float = 600.0) -> str:
-    """What the dead-man timer does: let work that still stands go on; says what it did.
+def thaw(path: Path, patience: float = 600.0, limit: float = 1200.0) -> str:
+    """What the dead-man timer does: let work that still stands go on; says what it did. A process for which the driver
+    has no answer within ``limit`` seconds keeps no other from going on.
 
     Who holds the record for longer than ``patience`` seconds hangs, perhaps for ever, in a store that does not answer.
     The work goes on all the same: whoever wakes up then finds by the record that its save is out of date.
@@ -398,8 +440,8 @@ def thaw(path: Path, patience: float = 600.0) -> str:
 
         def ask(action: str, pids: list[int], pairs: dict[str, str]) -> list[Said]:
             said: list[Said] = []
-            act_on_all(action, pids, 10.0, pairs, said.append)
-            return said
+            act_on_all(action, pids, 10.0, pairs, said.append, limit)
+            return list(said)
 
         states = run_again(record, ask)
         tidy(record)

@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import Podman
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import health, nvml
 
 
 class Target(Common):
@@ -61,7 +62,8 @@ class Target(Common):
                 return record
             manifest = self._whole(work, artefact_id, digest)
             own = suspend.read_record(self.record_path(work.name)).get("artefact") == artefact_id
-            self._fits(work, manifest, own)
+            report = self._observe()
+            self._fits(work, manifest, own, report)
             with suspend.held(path.parent / "places", 60.0):  # two that come at once must not be promised one GPU
                 record = {
                     "state": PREPARED,
@@ -75,7 +77,7 @@ class Target(Common):
                     "declared": manifest["workload"]["declared"],
                     "wake": manifest["workload"].get("wake", []),
                     "progress": manifest.get("progress", []),
-                    "map": self._map(work, manifest, path),
+                    "map": self._map(work, manifest, path, report),
                     "at": self._now(),
                     "checked": self._stamp(artefact_id, manifest),
                 }
@@ -85,8 +87,9 @@ class Target(Common):
     def compare(self, work: Work, artefact_id: str, digest: str = "") -> None:
         """:meth:`prepare`, but nothing is kept."""
         manifest = self._whole(work, artefact_id, digest)
-        self._fits(work, manifest, False)
-        self._map(work, manifest, self.record_path(work.name, "restores"))
+        report = self._observe()
+        self._fits(work, manifest, False, report)
+        self._map(work, manifest, self.record_path(work.name, "restores"), report)
 
     def _whole(self, work: Work, artefact_id: str, digest: str) -> dict[str, Any]:
         try:
@@ -118,7 +121,7 @@ class Target(Common):
                 found.append([file["path"], about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino])
         return found
 
-    def _fits(self, work: Work, manifest: Mapping[str, Any], own: bool) -> None:
+    def _fits(self, work: Work, manifest: Mapping[str, Any], own: bool, report: nvml.Report) -> None:
         """Everything that must agree between the save and this node (``own``: the one where it was made); what cannot
         be compared does not agree."""
 
@@ -131,7 +134,11 @@ class Target(Common):
             )
         for lack in self.probe():
             refuse(lack.reason, lack.observed, lack.expected, lack.next)
-        offered = facts.node_facts(self._observe(), self._run, self._criu, self._proc, self._sys)
+        for name, wanted in (work.save.get("key") or {}).items():
+            saved = manifest["key"].get(name)
+            if saved != wanted:
+                refuse(f"key_mismatch:{name}", f"saved with {saved!r}", f"{wanted!r} as declared", "see save.key")
+        offered = facts.node_facts(report, self._run, self._criu, self._proc, self._sys)
         for one in self._differences(manifest["key"], offered) if self._differences else ():
             refuse(f"key_mismatch:{one.field}", str(one), "the same on both nodes", "gpufleet.driver.checkpoint_info")
         service = self._service(manifest["workload"]["unit"])
@@ -189,12 +196,17 @@ class Target(Common):
         available = tree.memory_available(self._proc)
         if available < needed:
             refuse("insufficient_host_ram", f"{available // MIB} MiB free", f"{needed // MIB} MiB", "free -m")
+        limit, unit = shown.get("MemoryMax", ""), service.unit
+        staged = sum(member["gpu_bytes"] for member in manifest["members"])
+        if limit.isdecimal() and int(limit) < staged:
+            seen = f"{unit} may use {int(limit) // MIB} MiB here"
+            refuse("insufficient_host_ram", seen, f"{staged // MIB} MiB for GPU memory", f"systemctl cat {unit}")
 
     @staticmethod
     def _carried_bytes(manifest: Mapping[str, Any]) -> int:
         return sum(file["size"] for file in manifest["files"] if file["path"].startswith(carried.PACK))
 
-    def _map(self, work: Work, manifest: Mapping[str, Any], path: Path) -> dict[str, str]:
+    def _map(self, work: Work, manifest: Mapping[str, Any], path: Path, report: nvml.Report) -> dict[str, str]:
         """Which GPU here takes the part of each GPU there: all that the kernel showed, as the driver wants it.
 
         Those the work uses come first, each to the same GPU if it is here, else to a free one; the rest by position.
@@ -204,7 +216,7 @@ class Target(Common):
             raise self._failed(work, reason, "place", observed, expected, "nvidia-smi", SOURCE_FROZEN)
 
         before = manifest["gpus"]
-        here = facts.gpu_order(self._observe())
+        here = facts.gpu_order(report)
         if len(here) != len(before):
             refuse("key_mismatch:topology", f"{len(here)} GPUs here", f"{len(before)} GPUs as where it was saved")
         used = {uuid for member in manifest["members"] for uuid in member["gpus"]}
@@ -317,7 +329,7 @@ class Target(Common):
         if record["state"] == STARTING:
             self._stop(record, service)
             service.forget()
-        record.update(state=STARTING, restored=False)
+        record.update(state=STARTING, restored=False, began=self._now())
         suspend.write_record(path, record)
         root = self._open(work, path, record, manifest)
         self._unpack(work, root, path, record, manifest)
@@ -422,6 +434,7 @@ class Target(Common):
         states = self._states(cuda)
         asleep = [pid for pid in cuda if states[pid] == suspend.CHECKPOINTED]
         self._phase(work, "restore", asleep, suspend.LOCKED, self._limits.by_size(size), record["map"])
+        self._memory_back(work, record, asleep)
         record.update(state=UNLOCKING)
         suspend.write_record(path, record)
         locked = [pid for pid in cuda if states[pid] in (suspend.CHECKPOINTED, suspend.LOCKED)]
@@ -438,6 +451,40 @@ class Target(Common):
             )
         if record.pop("wake", None):  # an engine may take a second call amiss
             suspend.write_record(path, record)
+
+    def _memory_back(self, work: Work, record: Mapping[str, Any], locked: Sequence[int]) -> None:
+        """Each process has as much GPU memory as when it was saved, to a tenth, while it can take no more."""
+        usage = self._usage()
+        for member in record["members"]:
+            pid, had = member["pid"], member["gpu_bytes"]
+            has = usage[pid].memory if pid in usage else None
+            if pid in locked and has is not None and abs(has - had) > had / 10:
+                raise self._failed(
+                    work,
+                    "cuda_restore_failed",
+                    "restore",
+                    f"PID {pid} {member['comm']} has {has // MIB} MiB of GPU memory",
+                    f"{had // MIB} MiB as when it was saved",
+                    "nvidia-smi --query-compute-apps=pid,used_memory --format=csv",
+                    SOURCE_GONE,
+                    pid,
+                )
+
+    def _xids(self, record: Mapping[str, Any]) -> list[str]:
+        """What the kernel has said of the GPUs of a work, or of its processes, since it began to come back."""
+        since = record.get("began")
+        if since is None:
+            return []
+        words = ["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "short-unix", f"--since=@{int(since)}"]
+        done = self._run(words, timeout=30)
+        found = [one for one in health.parse(done.stdout, since=since) if one.kind == "xid"] if done.ok else []
+        if not found:
+            return []
+        before = {uuid for member in record["members"] for uuid in member["gpus"]}
+        uuids = {record["map"].get(uuid, uuid) for uuid in before}
+        addresses = {one.get("pci") for one in self._observe().gpus if one.get("uuid") in uuids}
+        pids = {member["pid"] for member in record["members"]}
+        return [one.text for one in found if one.pci in addresses or one.detail["pid"] in pids]
 
     def _stop(self, record: Mapping[str, Any], service: Service) -> None:
         """End what there is of a restored work."""
@@ -521,6 +568,9 @@ class Target(Common):
             absent = [member["pid"] for member in record["members"] if member["gpus"] and member["pid"] not in listed]
             if absent:
                 raise wrong(f"NVML does not list PID {absent[0]}", "the process on its GPU", "nvidia-smi", absent[0])
+            said = self._xids(record)
+            if said:
+                raise wrong(said[0], "no Xid since it came back", "journalctl -k -b | grep Xid")
             steps += self._progress(work)
             if pause:
                 self._sleep(pause)

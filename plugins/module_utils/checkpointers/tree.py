@@ -28,6 +28,10 @@ _LIBCUDA = re.compile(r"/libcuda\.so(?:\.(\d{2,4}\.\d{1,3}(?:\.\d{1,3})?))?[^/]*
 _NCCL = re.compile(r"/libnccl[^/]*\.so")
 _NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup")
 _APPEND, _ACCESS, _WRITE_ONLY = 0o2000, 0o3, 0o1
+_NO_LIMIT = 1 << 62
+"""What version 1 of control groups has as limit where there is none is above this."""
+
+_SHARED = "/dev/shm/"  # noqa: S108 - it is only looked at
 JOURNAL_SOCKET = "/run/systemd/journal/stdout"
 
 
@@ -59,6 +63,8 @@ class Process:
     devices: tuple[str, ...]
     files: tuple[Opened, ...]
     libraries: tuple[tuple[str, int], ...]
+    shared: tuple[str, ...]
+    """Files in /dev/shm that it maps and that have a name: CRIU saves the name only."""
     sockets: tuple[int, ...]
     problems: tuple[tuple[str, str], ...] = field(default=())
     """Feature and what was seen, for everything that a checkpoint does not survive."""
@@ -68,10 +74,13 @@ def look(pid: int, proc: str = "/proc") -> Process:
     """:raises OSError: if the process has gone."""
     base = f"{proc}/{pid}"
     about = processes.parse_stat(processes.read(f"{base}/stat"))
-    cuda, nccl, libraries = _mapped(processes.read(f"{base}/maps"))
+    mapped = processes.read(f"{base}/maps")
+    cuda, nccl, libraries, shared = _mapped(mapped)
     devices, files, sockets, problems = _descriptors(base)
     environment = processes.read(f"{base}/environ").split(b"\0")
     problems += _environment(environment)
+    if b"[uprobes]" in mapped:
+        problems.append(("uprobes", "somebody's probes are in its code, and would be saved with it"))
     problems += [
         (f"namespace_{name}", f"it runs in a {name} namespace of its own")
         for name in _NAMESPACES
@@ -95,6 +104,7 @@ def look(pid: int, proc: str = "/proc") -> Process:
         devices=devices,
         files=files,
         libraries=libraries,
+        shared=shared,
         sockets=sockets,
         problems=tuple(problems),
     )
@@ -124,18 +134,20 @@ def _link(path: str) -> str:
         return ""
 
 
-def _mapped(data: bytes) -> tuple[str | None, bool, tuple[tuple[str, int], ...]]:
-    cuda, nccl, libraries = None, False, {}
+def _mapped(data: bytes) -> tuple[str | None, bool, tuple[tuple[str, int], ...], tuple[str, ...]]:
+    cuda, nccl, libraries, shared = None, False, {}, set()
     for row in processes.parse_maps(data):
         found = _LIBCUDA.search(row.path)
         cuda = found[1] or "of unknown version" if found else cuda
         nccl = nccl or bool(_NCCL.search(row.path))
+        if row.path.startswith(_SHARED) and not row.path.endswith(" (deleted)"):
+            shared.add(row.path)
         if row.path not in libraries and not row.path.startswith(("/dev/", "/memfd:", "/SYSV")):
             try:
                 libraries[row.path] = os.stat(row.path).st_size
             except OSError:
                 libraries[row.path] = -1
-    return cuda, nccl, tuple(sorted(libraries.items()))
+    return cuda, nccl, tuple(sorted(libraries.items())), tuple(sorted(shared))
 
 
 def _descriptors(
@@ -188,6 +200,8 @@ def _environment(words: Iterable[bytes]) -> list[tuple[str, str]]:
             problems.append(("mps", f"{name.decode()}={text} makes it a client of MPS"))
         elif name == b"CUDA_VISIBLE_DEVICES" and text.startswith("MIG-"):
             problems.append(("mig", f"it uses the MIG instance {text}"))
+        elif name == b"CUDA_CHECKPOINT_JOB_FILE":
+            problems.append(("launch_job", f"it is one of a job of cuda-checkpoint ({text}), which is not saved"))
         elif name == b"LD_PRELOAD" and text:
             problems.append(("preload", f"LD_PRELOAD={text} stands between it and its libraries"))
     return problems
@@ -267,16 +281,17 @@ def memory_available(proc: str = "/proc") -> int:
 def cgroup_headroom(cgroup: str, sys: str = "/sys") -> int | None:
     """Bytes a control group may still take before its limit, or that of one above it; None without a limit."""
     least: int | None = None
-    top = Path(sys, "fs/cgroup")
+    top, names = Path(sys, "fs/cgroup"), ("memory.max", "memory.current")
+    if (top / "memory").is_dir():
+        top, names = top / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
     folder = top / cgroup.strip("/")
     while folder != top and top in folder.parents:
         try:
-            limit = (folder / "memory.max").read_text().strip()
-            used = int((folder / "memory.current").read_text())
-        except (OSError, ValueError):
-            limit, used = "max", 0
-        if limit != "max":
-            left = max(0, int(limit) - used)
+            limit, used = ((folder / name).read_text().strip() for name in names)
+        except OSError:
+            limit, used = "max", "0"
+        if limit.isdecimal() and int(limit) < _NO_LIMIT:
+            left = max(0, int(limit) - int(used))
             least = left if least is None else min(least, left)
         folder = folder.parent
     return least

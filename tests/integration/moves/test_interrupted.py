@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from works import FIRST, GPUS, HOME, QUICK, SECOND, Work, Works
+from works import CRIU, FAULTS, FIRST, GPUS, HOME, QUICK, SECOND, Work, Works
 
 # act of a side of the move → what it is in the code, and which time it comes
 CAPTURE = {
@@ -52,21 +52,20 @@ RESTORE = {
 
 def die(works: Works, node: str, act: str, points: dict[str, tuple[str, str, int]], **options: Any) -> None:
     """Have the module of each work end after its act, all at once."""
-    share = works.share
-    lines = []
-    for name, after in points.items():
-        work = works.works[name]
-        order = {"act": act, "work": work.declared(), "after": after, "artefact": work.artefact, **options}
-        lines.append(f"(python3 {share}/die.py {share} {shlex.quote(json.dumps(order))}; echo {name} $?) &")
-    told = works.sh(node, " ".join([*lines, "wait"]))
-    ended = dict(line.split() for line in told.splitlines())
-    assert ended == dict.fromkeys(points, "137"), told
+    orders = [works.order(act, name, after=after, **options) for name, after in points.items()]
+    told = works.carry_out(node, orders)
+    assert [code for code, dummy in told] == [137] * len(points), told
 
 
 def test_a_capture_that_ends_after_any_act_is_taken_up_again(works: Works) -> None:
-    rows = [Work(name, gpu=number % GPUS) for number, name in enumerate(CAPTURE)]
+    """Or during the dump: CRIU is then still at work, and would stop what the next run has let go on."""
+    rows = [Work(name, gpu=number % GPUS) for number, name in enumerate([*CAPTURE, "dumping"])]
     works.start(*rows)
     die(works, HOME, "capture", CAPTURE, store="/var/lib/gpufleet/store")
+    works.trouble(HOME, criu=[f"{rows[-1].pids[0]} slow"])
+    words = shlex.join(["python3", f"{works.share}/die.py", str(works.share)])
+    order = shlex.quote(json.dumps(works.order("capture", "dumping", criu=CRIU)))
+    works.sh(HOME, f"{words} {order} & until [ -e /run/dumping ]; do sleep 0.05; done; kill -KILL $!; : >{FAULTS}")
     told = works.move(*rows, to=[FIRST, SECOND])
     after = works.look()
     for one in told.values():
@@ -183,16 +182,6 @@ def test_a_target_that_vanishes_while_work_comes_back(works: Works) -> None:
     works.assert_runs(work, FIRST, works.look())
 
 
-def at_once(works: Works, node: str, *orders: dict[str, Any]) -> list[str]:
-    """Exit codes of acts of the same work that begin at the same time."""
-    never = ("suspend", "write_record", 99)
-    lines = [
-        f"(python3 {works.share}/die.py {works.share} {shlex.quote(json.dumps({'after': never, **order}))}; echo $?) &"
-        for order in orders
-    ]
-    return sorted(works.sh(node, " ".join([*lines, "wait"])).split())
-
-
 def test_of_two_at_once_only_one_has_the_work(works: Works) -> None:
     """Of two who end it in favour of different machines; and of two who bring it back on the same."""
     work = Work("work")
@@ -201,12 +190,13 @@ def test_of_two_at_once_only_one_has_the_work(works: Works) -> None:
     works.checkpoint("captured", [work], **store)
     for node in (FIRST, SECOND):
         works.restore("prepared", [work], node, **store)
-    about = {"work": work.declared(), "artefact": work.artefact, **store}
-    assert at_once(works, HOME, *({"act": "commit", "target": to, **about} for to in (FIRST, SECOND))) == ["0", "1"]
+    ends = works.carry_out(HOME, [works.order("commit", "work", target=to, **store) for to in (FIRST, SECOND)])
+    assert sorted(code for code, dummy in ends) == [0, 1], ends
     record = json.loads(works.sh(HOME, "cat /var/lib/gpufleet/checkpoints/work.json"))
-    assert at_once(works, record["target"], *({"act": "restore", **about} for dummy in range(2))) == ["0", "0"]
-    told = works.move(work, to=[FIRST, SECOND], shared=True, **store)["work"]
-    assert (told["how"], told["to"]) == ("moved", record["target"]), told
+    told = works.carry_out(record["target"], [works.order("restore", "work", **store) for dummy in range(2)])
+    assert [code for code, dummy in told] == [0, 0], told
+    moved = works.move(work, to=[FIRST, SECOND], shared=True, **store)["work"]
+    assert (moved["how"], moved["to"]) == ("moved", record["target"]), moved
     works.assert_runs(work, record["target"], works.look())
 
 

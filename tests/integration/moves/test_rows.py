@@ -9,27 +9,46 @@ wrapper around it fails in its place. README.md beside this file says which test
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from works import FIRST, GPUS, HOME, SECOND, Work, Works
+from works import CRIU, FAULTS, FIRST, GPUS, HOME, SECOND, Work, Works
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility
 
 # what is wrong: the driver's knob, of which process, CRIU's fault; the first reason that is told, and the ending
 AT_THE_SOURCE: dict[str, tuple[str, int, str, str, str]] = {
-    "lock-busy": ("cuda_busy.{}=1", 0, "", "lock_timeout", "stayed"),
-    "lock-error": ("cuda_error.cuCheckpointProcessLock.{}=304", 0, "", "checkpoint_failed", "stayed"),
-    "lock-lie": ("cuda_lie.cuCheckpointProcessLock.{}=1", 0, "", "checkpoint_failed", "stayed"),
-    "lock-second": ("cuda_error.cuCheckpointProcessLock.{}=304", 1, "", "checkpoint_failed", "stayed"),
-    "save-error": ("cuda_error.cuCheckpointProcessCheckpoint.{}=304", 0, "", "checkpoint_failed", "stayed"),
+    "lock-busy": ("cuda_busy.{0}=1", 0, "", "lock_timeout", "stayed"),
+    "lock-error": ("cuda_error.cuCheckpointProcessLock.{0}=304", 0, "", "checkpoint_failed", "stayed"),
+    "lock-lie": ("cuda_lie.cuCheckpointProcessLock.{0}=1", 0, "", "checkpoint_failed", "stayed"),
+    "lock-second": ("cuda_error.cuCheckpointProcessLock.{0}=304", 1, "", "checkpoint_failed", "stayed"),
+    "save-error": ("cuda_error.cuCheckpointProcessCheckpoint.{0}=304", 0, "", "checkpoint_failed", "stayed"),
     "save-unknown": (
-        "cuda_error.cuCheckpointProcessCheckpoint.{}=801", 0, "", "unsupported_feature:checkpoint", "stayed",
+        "cuda_error.cuCheckpointProcessCheckpoint.{0}=801", 0, "", "unsupported_feature:checkpoint", "stayed",
     ),
-    "save-lie": ("cuda_lie.cuCheckpointProcessCheckpoint.{}=1", 0, "", "checkpoint_failed", "stayed"),
-    "save-second": ("cuda_error.cuCheckpointProcessCheckpoint.{}=304", 1, "", "checkpoint_failed", "stayed"),
-    "save-fatal": ("cuda_fatal.cuCheckpointProcessCheckpoint.{}=304", 0, "", "checkpoint_failed", "cold_start"),
+    "save-lie": ("cuda_lie.cuCheckpointProcessCheckpoint.{0}=1", 0, "", "checkpoint_failed", "stayed"),
+    "save-second": ("cuda_error.cuCheckpointProcessCheckpoint.{0}=304", 1, "", "checkpoint_failed", "stayed"),
+    "save-fatal": ("cuda_fatal.cuCheckpointProcessCheckpoint.{0}=304", 0, "", "checkpoint_failed", "cold_start"),
+    "state-lie": ("cuda_lie.cuCheckpointProcessGetState.{0}=1", 0, "", "checkpoint_failed", "stayed"),
+    "state-error": ("cuda_error.cuCheckpointProcessGetState.{0}=304", 0, "", "checkpoint_failed", "cold_start"),
+    "thread-error": (
+        "cuda_error.cuCheckpointProcessGetRestoreThreadId.{0}=304",
+        0,
+        "",
+        "unsupported_feature:device_files",
+        "stayed",
+    ),
+    "undo-error": (
+        "cuda_error.cuCheckpointProcessCheckpoint.{0}=304\ncuda_error.cuCheckpointProcessUnlock.{0}=304",
+        0,
+        "",
+        "checkpoint_failed",
+        "cold_start",
+    ),
+    "undo-fatal": ("cuda_fatal.cuCheckpointProcessRestore.{0}=2", 0, "fail", "dump_failed", "cold_start"),
+    "dump-killed": ("", 0, "kill", "dump_failed", "cold_start"),
     "dump-error": ("", 0, "fail", "dump_failed", "stayed"),
     "dump-empty": ("", 0, "empty", "dump_failed", "stayed"),
     "dump-short": ("", 0, "short", "dump_failed", "stayed"),
@@ -38,33 +57,111 @@ AT_THE_SOURCE: dict[str, tuple[str, int, str, str, str]] = {
 
 
 # waits for its child where no signal reaches it, for as long as that has not become another program
+TRACER = "import ctypes, time; print(ctypes.CDLL(None).ptrace(0x4206, PID, 0, 0), flush=True); time.sleep(600)"
+SHARER = """import mmap, time
+with open("/dev/shm/sharer", "w+b") as file:
+    file.truncate(9)
+    memory = mmap.mmap(file.fileno(), 9)
+time.sleep(600)
+"""
+ODD = 'it\'s "odd"\n$(touch /tmp/odd); `touch /tmp/odd`'
 STUCK = 'python3 -c "import ctypes; libc = ctypes.CDLL(None); libc.vfork() or libc.pause()"'
 
 
 def test_what_goes_wrong_where_work_is_saved(works: Works) -> None:
     """One of each kind on one machine, with one of two processes that moves among them."""
     rows = {name: Work(name, pair=name.endswith("-second")) for name in AT_THE_SOURCE}
-    moves = Work("moves", gpu=1, pair=True)
+    moves = Work("moves", gpu=1, pair=True, extra={"name": ODD})
     restless = Work("restless", exec_before="for i in 1 2 3 4; do (while :; do sleep 0.002; done) & done;")
     stuck = Work("stuck", exec_before=f"{STUCK} & until grep -q State:.D /proc/$$!/status; do sleep 0.05; done;")
     missing = Work("missing", extra={"save": {"paths": ["/nonexistent"]}})
+    others = {
+        "monitor": (Work("monitor", exec_before="exec 9</dev/nvidiactl;"), "checkpoint_failed"),
+        "loader": (Work("loader", exec_before="sleep 600 9</dev/nvidia0 &"), "unsupported_feature:device_files"),
+        "sharer": (Work("sharer", exec_before="python3 /run/sharer.py &"), "unsupported_feature:shared_memory"),
+        "traced": (Work("traced"), "unsupported_feature:ptrace"),
+        "guarded": (Work("guarded"), "publish_failed"),
+    }
     endings = {name: ({reason}, how) for name, (*dummy, reason, how) in AT_THE_SOURCE.items()}
     endings["restless"] = ({"unsupported_feature:unsteady", "dump_failed"}, "stayed")
     endings["stuck"] = ({"unsupported_feature:uninterruptible"}, "stayed")
     endings["missing"] = ({"dump_failed"}, "stayed")
-    everybody = [*rows.values(), moves, restless, stuck, missing]
+    endings.update((name, ({reason}, "stayed")) for name, (dummy, reason) in others.items())
+    everybody = [*rows.values(), moves, restless, stuck, missing, *(work for work, dummy in others.values())]
+    works.sh(HOME, f"printf %s {shlex.quote(SHARER)} >/run/sharer.py")
     works.start(*everybody)
+    tracer = shlex.quote(TRACER.replace("PID", str(others["traced"][0].pids[0])))
+    works.sh(HOME, f"systemd-run -q --unit=tracer python3 -c {tracer}; touch /run/systemd/system/guarded.service.d")
     knobs = [knob.format(rows[name].pids[which]) for name, (knob, which, *dummy) in AT_THE_SOURCE.items() if knob]
     faults = [f"{rows[name].pids[0]} {fault}" for name, (*dummy, fault, reason, how) in AT_THE_SOURCE.items() if fault]
     works.trouble(HOME, knobs, faults)
     told = works.move(*everybody)
     after = works.look()
-    assert (told["moves"]["how"], told["moves"]["to"]) == ("moved", FIRST), told["moves"]
+    assert (told[ODD]["how"], told[ODD]["to"]) == ("moved", FIRST), told[ODD]
+    untouched = "ls /tmp/odd /var/lib/gpufleet/checkpoints/traced.json 2>/dev/null"
+    assert works.nodes[HOME].sh(untouched, check=False) == ""
+    works.sh(HOME, "systemctl stop tracer; rm /run/systemd/system/guarded.service.d")
     for name, (reasons, how) in endings.items():
         assert told[name]["how"] == how and told[name]["reasons"][0]["reason"] in reasons, told[name]
-    works.assert_run({**dict.fromkeys(endings, HOME), "moves": FIRST}, after, repeated=["save-fatal"])
+    cold = [name for name, (dummy, how) in endings.items() if how == "cold_start"]
+    works.assert_run({**dict.fromkeys(endings, HOME), "moves": FIRST}, after, repeated=cold)
     for node in (HOME, FIRST):
         assert works.left_behind(node) == ""
+
+
+HANGS_AT_HOME: dict[str, tuple[str, str, str]] = {
+    "thread": ("cuda_hang.cuCheckpointProcessGetRestoreThreadId.{}=1", "", "unsupported_feature:device_files"),
+    "state": ("cuda_hang.cuCheckpointProcessGetState.{}=1", "", "unsupported_feature:device_files"),
+    "lock": ("cuda_hang.cuCheckpointProcessLock.{}=1", "", "lock_timeout"),
+    "suspend": ("cuda_hang.cuCheckpointProcessCheckpoint.{}=1", "", "checkpoint_failed"),
+    "dump": ("", "hang", "dump_failed"),
+}
+HANGS_THERE: dict[str, tuple[str, str, str, str]] = {
+    "suspend": ("", "hang", "restore_timeout", SECOND),
+    "lock": ("cuda_hang.cuCheckpointProcessRestore.{}=1", "", "cuda_restore_failed", SECOND),
+    "dump": ("cuda_hang.cuCheckpointProcessUnlock.{}=1", "", "cuda_restore_failed", HOME),
+    "state": ("cuda_lie.cuCheckpointProcessGetState.{}=1", "", "verify_failed", HOME),
+}
+
+
+def test_what_hangs_is_ended(works: Works) -> None:
+    """Each call of the driver, and CRIU on both sides, with limits that are short: the work runs on; what hangs where
+    it comes back goes to the next, or starts again if it may have run there. So does what never ran, and is said to."""
+    rows = {name: Work(name, gpu=gpu) for gpu, name in enumerate(HANGS_AT_HOME)}
+    works.start(*rows.values())
+    store = {"store": str(works.share / "hangs")}
+
+    def carry_out(node: str, act: str, hangs: Mapping[str, tuple[str, ...]]) -> list[dict[str, Any]]:
+        pids = {name: rows[name].pids[0] for name in hangs}
+        driver = [knob.format(pids[name]) for name, (knob, *dummy) in hangs.items() if knob]
+        works.trouble(node, driver, [f"{pids[name]} {criu}" for name, (dummy, criu, *rest) in hangs.items() if criu])
+        limits = [{"look": 10, "base": 3 if act == "restore" and criu else 6} for dummy, criu, *rest in hangs.values()]
+        orders = [
+            works.order(act, name, limits=limit, criu=CRIU, **store) for name, limit in zip(hangs, limits, strict=True)
+        ]
+        told = works.carry_out(node, orders)
+        assert [code for code, dummy in told] == [1] * len(hangs), told
+        works.sh(node, f": >{FAULTS}; : >/run/nvidia-standin/state")
+        return [said for dummy, said in told]
+
+    told = carry_out(HOME, "capture", HANGS_AT_HOME)
+    for said, (*dummy, reason) in zip(told, HANGS_AT_HOME.values(), strict=True):
+        assert (said["reason"], said["source"]) == (reason, "running"), said
+    works.assert_run(dict.fromkeys(HANGS_AT_HOME, HOME), works.look())
+    assert works.left_behind(HOME) == ""
+
+    there = [rows[name] for name in HANGS_THERE]
+    works.checkpoint("captured", there, **store)
+    works.restore("prepared", there, FIRST, **store)
+    works.checkpoint("committed", there, target=FIRST, **store)
+    told = carry_out(FIRST, "restore", HANGS_THERE)
+    assert [said["reason"] for said in told] == [reason for *dummy, reason, node in HANGS_THERE.values()], told
+    moved = works.move(*there, to=[FIRST, SECOND], shared=True, **store)
+    after = works.look()
+    where = {name: node for name, (*dummy, node) in HANGS_THERE.items()}
+    for name, node in where.items():
+        assert moved[name]["how"] == ("cold_start" if node == HOME else "moved"), moved[name]
+    works.assert_run(where, after, repeated=[name for name, node in where.items() if node == HOME])
 
 
 AT_THE_TARGET: dict[str, tuple[str, str, str, str]] = {
@@ -158,14 +255,21 @@ def test_a_save_that_is_not_what_it_was_is_not_restored(works: Works) -> None:
 
 
 def test_a_disk_that_fills_while_work_is_saved(works: Works) -> None:
-    """The room was there when it was looked for."""
+    """The room was there when it was looked for. Before, there was none, none for the record, and nowhere to go."""
     work = Work("work")
     works.start(work)
+    assert works.move(work, to=[])["work"]["reasons"][0]["reason"] == "no_target"
+    for place, size, step in (("store", "size=1M", "check"), ("checkpoints", "ro", "record")):
+        works.sh(HOME, f"mkdir -p /var/lib/gpufleet/{place}; mount -t tmpfs -o {size} none /var/lib/gpufleet/{place}")
+        refused = works.checkpoint("captured", [work])["work"]
+        assert (refused["reason"]["reason"], refused["reason"]["step"]) == ("insufficient_space", step), refused
+        works.sh(HOME, f"umount /var/lib/gpufleet/{place}")
     works.trouble(HOME, criu=[f"{work.pids[0]} fill"])
     works.sh(HOME, "mkdir -p /var/lib/gpufleet/store && mount -t tmpfs -o size=80M none /var/lib/gpufleet/store")
     told = works.move(work)["work"]
     after = works.look()
-    assert told["how"] == "stayed" and told["reasons"][0]["reason"] in ("dump_failed", "publish_failed"), told
+    assert (told["how"], told["reasons"][0]["reason"]) == ("stayed", "insufficient_space"), told
+    assert works.left_behind(HOME) == "filler"
     works.assert_runs(work, HOME, after)
     works.sh(HOME, "umount /var/lib/gpufleet/store; : >/run/criu-faults")
     assert works.move(work)["work"]["to"] == FIRST

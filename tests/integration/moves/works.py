@@ -42,6 +42,11 @@ while read -r one fault; do case " $pid " in *" $one "*) how=${{words[0]}}-$faul
 case $how in
   dump-fill) head -c 1G /dev/zero >"$(dirname "$(dirname "$images")")/filler" ;;
   dump-hang|restore-hang) exec sleep 600 ;;
+  dump-kill) kill -9 "$pid"; exit 1 ;;
+  dump-slow)
+    (tracer() {{ sed -n 's/^TracerPid:[[:space:]]*//p' "/proc/$pid/status"; }}
+    until [ "$(tracer)" != 0 ]; do :; done; dumper=$(tracer)
+    kill -STOP "$dumper"; touch /run/dumping; sleep 3; kill -CONT "$dumper") & ;;
   dump-fail|restore-fail) echo "(00.1) Error (criu/made-up.c:1): told to fail" >"$images/dump.log"; exit 1 ;;
   restore-slow) sleep 5 ;;
   restore-occupy)
@@ -191,6 +196,29 @@ class Works:
         for one in told["workloads"]:
             self.works[one["workload"]].artefact = one.get("artefact") or self.works[one["workload"]].artefact
         return {one["workload"]: one for one in told["workloads"]}
+
+    def order(self, act: str, name: str, **options: Any) -> dict[str, Any]:
+        """What die.py is to do for a work."""
+        work = self.works[name]
+        return {
+            "act": act,
+            "work": work.declared(),
+            "artefact": work.artefact,
+            "store": "/var/lib/gpufleet/store",
+            **options,
+        }
+
+    def carry_out(self, node: str, orders: Iterable[Mapping[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+        """Have die.py do all at the same time; the exit code of each, and why it failed if it says so."""
+        share, lines = self.share, []
+        for number, order in enumerate(orders):
+            said = f"/tmp/said-{number}"
+            words = f"python3 {share}/die.py {share} {shlex.quote(json.dumps(order))}"
+            lines.append(f"({words} >{said}; echo $? $(cat {said}) >{said}-end) &")
+        ends = f"for number in $(seq 0 {len(lines) - 1}); do cat /tmp/said-$number-end; done"
+        told = self.sh(node, " ".join([*lines, "wait;", ends]))
+        rows = [line.partition(" ") for line in told.splitlines()]
+        return [(int(code), json.loads(said or "{}")) for code, dummy, said in rows]
 
     def left_behind(self, node: str) -> str:
         """Files of a move that nobody needs any more: saves, drop-ins but the one that keeps a moved unit from being

@@ -448,6 +448,27 @@ def test_a_forecast_touches_nothing_and_says_what_would_be() -> None:
     assert how(move(world).foretell([work("one")], ["a", "b"])) == [(MOVED, "a")], "what an interrupted run began"
 
 
+def test_work_that_does_not_end_is_lost_and_goes_to_nobody() -> None:
+    """Its node is given up; the next run ends it, and brings its save on."""
+    world = three()
+    world.trouble = {("home", "committed"): "lost_source"}
+    real = world.one
+
+    def one(name: str, node: Node, state: str, options: Mapping[str, Any], given: Any) -> dict[str, Any]:
+        told = real(name, node, state, options, given)
+        if state == "committed" and not told["ok"]:
+            told.update(source="lost", reason={**told["reason"], "step": "commit", "source": "lost"})
+            node.saved[given["name"]] = {"state": "committing", "target": "a", "artefact": f"save-{given['name']}"}
+        return told
+
+    world.one = one  # type: ignore[method-assign]
+    (outcome,) = move(world).away([work("one")], ["a", "b"])
+    assert (outcome.how, outcome.kept, outcome.reasons[0]["reason"]) == ("lost", "save-one", "lost_source")
+    assert ("home", "aborted") not in world.calls and ("home", "returned") not in world.calls
+    assert not any(name == "b" and state != "checkpoint_info" for name, state in world.calls)
+    assert "save-one" in world.nodes["home"].store
+
+
 def test_two_of_one_name_are_not_touched() -> None:
     world = World(home=Node(running={"one"}), b=Node())
     move = Move("home", world.call, Terms(), lambda own, offer: [], lambda text: None)

@@ -28,7 +28,8 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers impo
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import CheckpointError, Work
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
-from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import ServiceError
+from ansible_collections.gpufleet.driver.plugins.module_utils.host import gpus, nvml
 from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import Hold
 
 CRIU = """#!{python}
@@ -274,9 +275,18 @@ def test_a_full_disk_lets_the_work_go_on(place: Place, monkeypatch: pytest.Monke
     monkeypatch.setattr(artefact, "_sync", full)
     with pytest.raises(CheckpointError, match="No space left") as caught:
         place.backend().capture(place.work)
-    assert (caught.value.reason.reason, caught.value.reason.source) == ("publish_failed", "running")
+    assert (caught.value.reason.reason, caught.value.reason.source) == ("insufficient_space", "running")
     assert place.left_behind == []
     assert goes_on(place.process)
+
+
+def test_too_little_memory_for_what_is_on_the_gpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-13-cuda-checkpoint#33: of the machine, or left by the limit of the unit."""
+    for have, limit in ((1 << 19, None), (1 << 40, 1 << 19)):
+        monkeypatch.setattr(tree, "memory_available", lambda proc, have=have: have)
+        monkeypatch.setattr(tree, "cgroup_headroom", lambda cgroup, sys, limit=limit: limit)
+        (found,) = place.backend().check(place.work)
+        assert found.reason == "insufficient_host_ram"
 
 
 def test_too_little_room_is_found_before_anything_is_stopped(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +303,121 @@ def test_without_a_dead_man_timer_nothing_is_frozen(place: Place) -> None:
         place.backend().capture(place.work)
     assert place.left_behind == []
     assert goes_on(place.process)
+
+
+def test_the_same_processes_are_not_stopped_again_and_again(place: Place) -> None:
+    """C-53-nvcf#893: a third time may damage them. What was begun anew is tried."""
+    place.how.write_text("fail")
+    for reason in ("dump_failed", "dump_failed", "policy"):
+        with pytest.raises(CheckpointError) as caught:
+            place.backend().capture(place.work)
+        assert (caught.value.reason.reason, caught.value.reason.source) == (reason, "running")
+    assert goes_on(place.process)
+    record = place.record()
+    suspend.write_record(place.backend().record_path("work"), {**record, "main": 4_100_000})
+    place.how.write_text("")
+    assert place.backend().capture(place.work).source == "frozen"
+
+
+def test_a_process_that_dies_of_the_lock_is_lost(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-21-cuda-checkpoint#58."""
+
+    def lock(*dummy: Any) -> None:
+        place.process.kill()
+        place.process.wait(10)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(CudaCriu, "_lock", lock)
+    with pytest.raises(CheckpointError) as caught:
+        place.backend().capture(place.work)
+    assert caught.value.reason.source == "lost"
+    assert place.left_behind == []
+
+
+def test_criu_has_no_plugin_and_no_settings_of_others(place: Place) -> None:
+    """C-24-criu#2515, C-25-criu#2521, C-30-criu#2726: who asks the driver is known; C-28-criu#2654: there is no dump
+    beforehand. C-43-snapshot#144: the options are the same for both ways, and are kept with the save."""
+    seen: list[list[str]] = []
+    real = place.run
+
+    def run(argv: Sequence[str], **options: Any) -> execution.Completed:
+        seen.append(list(argv))
+        return real(argv, **options)
+
+    place.run = run  # type: ignore[method-assign]
+    captured = place.backend().capture(place.work)
+    (dump,) = [argv for argv in seen if argv[0] == str(place.criu) and argv[1] != "--version"]
+    options = artefact.read(place.store, captured.artefact)["backend"]["options"]
+    assert dump[1] == "dump" and dump[-len(options) :] == options == place.backend()._criu_options()
+    assert {"--no-default-config", "--tcp-close"} <= set(options)
+    assert list(Path(options[options.index("--libdir") + 1]).iterdir()) == []
+
+
+def test_the_driver_is_asked_about_all_processes_at_once(place: Place) -> None:
+    """C-54-nvcf#263: a command for each costs seconds. C-12-cuda-checkpoint#30: who does not answer keeps no other."""
+    asked: list[Sequence[str]] = []
+    real = place.run
+    place.run = lambda argv, **options: (asked.append(argv), real(argv, **options))[1]  # type: ignore[method-assign]
+    second = place.gpus.start()
+    place.gpus.knobs(f"cuda_hang.cuCheckpointProcessGetState.{place.pid}=1")
+    place.limits = replace(place.limits, look=2)
+    assert place.backend()._states([place.pid, second.pid]) == {place.pid: "unknown", second.pid: "running"}
+    assert len(asked) == 1
+
+
+def test_limits_grow_with_what_is_saved() -> None:
+    """C-11-cuda-checkpoint#29."""
+    assert (Limits().by_size(0), Limits().by_size(80 * 10**9)) == (60, 860)
+
+
+def test_what_a_node_lacks_is_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C-01-cuda-checkpoint#6, C-31-criu#2953: root, a CRIU that passes its own check, and a driver that has the calls,
+    or a command with actions."""
+    place.criu.write_text("#!/bin/sh\nexit 1\n")
+    place.gpus.environment["LD_LIBRARY_PATH"] = "/nonexistent"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    expected = ["root", "criu check that succeeds", "a driver with checkpoint calls (570 or later)"]
+    assert [one.expected for one in place.backend().probe()] == expected
+
+
+PROCESSES: dict[str, tuple[dict[str, Any], str]] = {
+    "C-09-cuda-checkpoint#27-nccl": ({"nccl": True}, "unsupported_feature:nccl"),
+    "C-32-criu#2980-shared-memory": ({"shared": ("/dev/shm/x",)}, "unsupported_feature:shared_memory"),
+    "C-08-cuda-checkpoint#21-older-library": ({"cuda": "535.1.1"}, "key_mismatch:driver"),
+}
+
+
+@pytest.mark.parametrize(("changes", "reason"), PROCESSES.values(), ids=PROCESSES)
+def test_a_process_that_would_not_survive_is_refused(
+    place: Place, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
+) -> None:
+    backend = place.backend()
+    monkeypatch.setattr(tree, "look", lambda pid, proc, real=tree.look: replace(real(pid, proc), **changes))
+    monkeypatch.setattr(backend, "_usage", lambda: {place.pid: nvml.Usage((0, 1), 1 << 20)})
+    monkeypatch.setattr(gpus, "read_loaded", lambda dummy: gpus.LoadedDriver("580.95.05", "open", "x86_64"))
+    if "cuda" not in changes:
+        monkeypatch.setattr(gpus, "read_loaded", lambda dummy: None)
+    assert [one.reason for one in backend.check(place.work)] == [reason]
+
+
+def test_work_that_does_not_end_is_lost_and_nobody_else_gets_it(place: Place) -> None:
+    """It stands still for good, in something that no signal reaches; the next run carries its end out."""
+    place.backend().capture(place.work)
+    end = place.unit.end
+
+    def hangs(*dummy: Any) -> None:
+        raise ServiceError("PIDs 1 of work.service are still there after SIGKILL")
+
+    place.unit.end = hangs  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as caught:
+        place.backend().commit(place.work, "node2")
+    assert (caught.value.reason.reason, caught.value.reason.step) == ("lost_source", "commit")
+    assert caught.value.reason.source == place.backend().abort(place.work) == "lost"
+    with pytest.raises(CheckpointError, match="given to node2"):
+        place.backend().commit(place.work, "node3")
+    place.unit.end = end  # type: ignore[method-assign]
+    assert place.backend().capture(place.work).target == "node2"
 
 
 FEATURES = {
@@ -488,7 +613,7 @@ def test_a_save_during_which_the_timer_came_is_not_used(place: Place, monkeypatc
         return real(*args, **options)
 
     monkeypatch.setattr(suspend, "tidy", lambda record: None)
-    monkeypatch.setattr(suspend, "act_on_all", lambda *args: None)
+    monkeypatch.setattr(suspend, "act_on_all", lambda *args, **options: None)
     monkeypatch.setattr(artefact, "publish", slow)
     with pytest.raises(CheckpointError, match="its timer let it go on while") as caught:
         place.backend().capture(place.work)

@@ -6,6 +6,7 @@ files, and fails, hangs and lies on demand."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -137,6 +138,51 @@ def test_another_driver_under_a_suspended_process_ends_it(gpus: Gpus) -> None:
     assert gpus.ask("restore", process.pid)[process.pid]["state"] in ("failed", "checkpointed")
 
 
+def test_a_state_that_is_a_lie_keeps_nothing_locked(gpus: Gpus) -> None:
+    """The driver says that it runs, and it does not."""
+    process = gpus.start()
+    gpus.ask("lock", process.pid)
+    gpus.knobs("cuda_lie.cuCheckpointProcessGetState=1")
+    member = {"pid": process.pid, "start": suspend.start_of(process.pid), "cuda": True}
+
+    def ask(action: str, pids: list[int], pairs: dict[str, str]) -> list[dict[str, Any]]:
+        return list(gpus.ask(action, *pids).values())
+
+    assert suspend.run_again({"members": [member]}, ask) == {process.pid: "running"}
+    assert goes_on(process)
+
+
+def test_a_driver_that_is_at_work_is_waited_for() -> None:
+    """States 4 and 5 of CUDA 13.4: nothing is done to such a process, and it is not lost."""
+    states = iter(["busy", "busy", "checkpointed"])
+    after = {"restore": "locked", "unlock": "running"}
+    asked = []
+
+    def ask(action: str, pids: list[int], pairs: dict[str, str]) -> list[dict[str, Any]]:
+        asked.append(action)
+        return [{"pid": pid, "state": after.get(action) or next(states)} for pid in pids]
+
+    member = {"pid": os.getpid(), "start": suspend.start_of(os.getpid()), "cuda": True}
+    assert suspend.run_again({"members": [member]}, ask) == {os.getpid(): "running"}
+    assert asked == ["look", "look", "look", "restore", "unlock"]
+    busy = suspend.run_again({"members": [member]}, lambda *dummy: [{"pid": os.getpid(), "state": "busy"}], patience=0)
+    assert busy == {os.getpid(): "busy"}
+
+
+def test_a_command_that_can_only_toggle_is_not_used(tmp_path: Path) -> None:
+    """C-06-cuda-checkpoint#17, C-31-criu#2953."""
+    command = tmp_path / "cuda-checkpoint"
+    command.write_text("#!/bin/sh\necho --toggle --pid PID\n")
+    command.chmod(0o755)
+    with pytest.raises(OSError, match="can only toggle"):
+        suspend.Command(str(command))
+
+
+def test_arguments_of_the_calls_have_the_size_the_driver_reads() -> None:
+    """C-50-cuda-python#2144."""
+    assert [ctypes.sizeof(one) for one in (suspend._LockArgs, suspend._RestoreArgs, suspend._Pair)] == [64, 64, 32]
+
+
 def record_of(process: subprocess.Popen[str], path: Path, state: str) -> None:
     member = {"pid": process.pid, "start": suspend.start_of(process.pid), "cuda": True}
     suspend.write_record(path, {"state": state, "workload": "work", "members": [member]})
@@ -162,6 +208,22 @@ def test_the_dead_man_lets_work_go_on_from_wherever_it_was_left(gpus: Gpus, tmp_
     assert done.stdout == "let work go on\n"
     assert goes_on(process)
     assert suspend.read_record(record)["state"] == suspend.THAWED
+
+
+def test_one_that_hangs_keeps_the_dead_man_from_no_other(gpus: Gpus, tmp_path: Path) -> None:
+    hangs, other = gpus.start(), gpus.start()
+    gpus.ask("lock", hangs.pid, other.pid)
+    gpus.knobs(f"cuda_hang.cuCheckpointProcessGetState.{hangs.pid}=1")
+    members = [{"pid": one.pid, "start": suspend.start_of(one.pid), "cuda": True} for one in (hangs, other)]
+    suspend.write_record(tmp_path / "work.json", {"state": suspend.FROZEN, "workload": "work", "members": members})
+    code = f"import sys; sys.path.insert(0, {str(Path(SCRIPT).parent)!r}); import pathlib, suspend; "
+    code += f"print(suspend.thaw(pathlib.Path({str(tmp_path / 'work.json')!r}), 1, 3))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE, text=True, env=gpus.environment, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"let work go on, but {{{hangs.pid}: 'unknown'}}\n"
+    assert goes_on(other)
 
 
 @pytest.mark.parametrize("state", ["committing", "committed", "aborted"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,10 @@ class Service:
 
     def __init__(self, active: str = "inactive") -> None:
         self.active = active
+        self.limit = "infinity"
 
     def show(self) -> dict[str, str]:
-        return {"ActiveState": self.active}
+        return {"ActiveState": self.active, "MemoryMax": self.limit}
 
     def settle(self) -> None: ...
 
@@ -107,7 +109,12 @@ class Node:
 
     def backend(self) -> CudaCriu:
         devices = [
-            {"uuid": uuid, "minor": minor, "memory": {"total": 80 * GIB, "used": self.used}}
+            {
+                "uuid": uuid,
+                "minor": minor,
+                "pci": f"0000:0{minor + 1}:00.0",
+                "memory": {"total": 80 * GIB, "used": self.used},
+            }
             for minor, uuid in enumerate(self.uuids)
         ]
 
@@ -265,6 +272,62 @@ def test_a_taken_pid_is_refused(node: Node) -> None:
 def test_too_little_memory_on_the_host(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "memory_available", lambda proc: GIB)
     assert refused(node, node.save()) == "insufficient_host_ram"
+
+
+def test_the_limit_of_its_unit_holds_what_is_on_the_gpu(node: Node) -> None:
+    node.service.limit = str(GIB)
+    assert refused(node, node.save()) == "insufficient_host_ram"
+    node.service.limit = str(9 * GIB)
+    assert node.backend().prepare(node.save("work2"), "work2")["state"] == "prepared"
+
+
+def test_gpu_memory_is_back_before_it_is_let_go_on(node: Node) -> None:
+    """Then it may go on elsewhere, as it did nothing here."""
+    member = {"pid": FREE_PID, "comm": "work", "gpu_bytes": 8 * GIB}
+    for has, whole in ((8 * GIB, True), (7 * GIB, False), (9 * GIB, False), (None, True)):
+        node.usage = {FREE_PID: nvml.Usage((0,), has)}
+        if whole:
+            node.backend()._memory_back(Work("work"), {"members": [member]}, [FREE_PID])
+            continue
+        with pytest.raises(CheckpointError, match="as when it was saved") as caught:
+            node.backend()._memory_back(Work("work"), {"members": [member]}, [FREE_PID])
+        assert caught.value.reason.reason == "cuda_restore_failed"
+
+
+XIDS: dict[str, tuple[str, bool]] = {
+    "its-gpu": ("NVRM: Xid (PCI:0000:01:00): 31, pid=7, name=other, MMU Fault", True),
+    "its-process": (f"NVRM: Xid (PCI:0000:09:00): 31, pid={FREE_PID}, name=work, MMU Fault", True),
+    "another": ("NVRM: Xid (PCI:0000:09:00): 31, pid=7, name=other, MMU Fault", False),
+    "nothing": ("nvidia: all is well", False),
+}
+
+
+@pytest.mark.parametrize(("said", "ours"), XIDS.values(), ids=XIDS)
+def test_what_the_kernel_says_of_its_gpus_counts(node: Node, said: str, ours: bool) -> None:
+    backend = node.backend()
+    backend._run = lambda argv, **dummy: Completed(tuple(argv), 0, f"1700000000.500000 host kernel: {said}\n", "", 0.1)
+    record = {"began": 1.7e9, "map": {"GPU-old": "GPU-a"}, "members": [{"pid": FREE_PID, "gpus": ["GPU-old"]}]}
+    assert backend._xids(record) == ([said] if ours else [])
+    assert backend._xids({**record, "began": 1.7e9 + 1}) == [], "it was said before"
+
+
+def test_what_nvml_does_not_list_is_not_proven(node: Node) -> None:
+    """C-33-criu#2993, C-22-cuda-checkpoint#48: a restore that says success, and a driver that knows nothing of it."""
+    start = suspend.start_of(os.getpid())
+    member = {"pid": os.getpid(), "start": start, "comm": "work", "cuda": False, "gpus": ["GPU-a"]}
+    record = {"members": [member], "unit": "work.service", "map": {}}
+    with pytest.raises(CheckpointError, match="NVML does not list"):
+        node.backend()._verify(Work("work"), record, 0.0)
+    node.usage = {os.getpid(): nvml.Usage((0,), GIB)}
+    assert node.backend()._verify(Work("work"), record, 0.0)["nvml"] == [os.getpid()]
+
+
+def test_what_is_declared_of_the_work_counts(node: Node) -> None:
+    """C-57-dynamo#14724: field by field. A model of another revision is not the work that was saved."""
+    node.save(key={**FACTS, "model_revision": "a"})
+    work = Work("work", "work.service", {"key": {"model_revision": "b"}})
+    assert refused(node, work) == "key_mismatch:model_revision"
+    assert node.backend().prepare(replace(work, save={"key": {"model_revision": "a"}}), "work")["state"] == "prepared"
 
 
 def test_another_format_is_refused(node: Node) -> None:
