@@ -59,7 +59,9 @@ options:
     type: bool
     default: false
   gang:
-    description: Whether the workloads belong together, so that all move to one node or none does.
+    description:
+      - Whether the workloads belong together, so that all move to one node or none does. With O(state=home), each goes
+        by itself.
     type: bool
     default: false
   unsaved:
