@@ -14,7 +14,7 @@ from ansible.utils.display import Display
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import gang
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.moving import NodeLost
-from ansible_collections.gpufleet.driver.plugins.plugin_utils.nodes import Nodes
+from ansible_collections.gpufleet.driver.plugins.plugin_utils.nodes import SAVING, Nodes
 
 ARGUMENTS: dict[str, Any] = {
     "members": {
@@ -26,11 +26,7 @@ ARGUMENTS: dict[str, Any] = {
             "workload": {"type": "dict", "required": True},
         },
     },
-    "lock_timeout": {"type": "int", "default": 10},
-    "freeze_limit": {"type": "int", "default": 900},
-    "store": {"type": "path", "default": "/var/lib/gpufleet/store"},
-    "criu": {"type": "str", "default": "criu"},
-    "state_dir": {"type": "path", "default": "/var/lib/gpufleet"},
+    **SAVING,
 }
 
 

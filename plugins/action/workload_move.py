@@ -128,11 +128,7 @@ ARGUMENTS: dict[str, Any] = {
     "unsaved": {"type": "str", "choices": ["stop", "refuse"], "default": "stop"},
     "waived": {"type": "list", "elements": "str", "default": []},
     "patience": {"type": "int", "default": 300},
-    "lock_timeout": {"type": "int", "default": 10},
-    "freeze_limit": {"type": "int", "default": 900},
     "settle": {"type": "int", "default": 10},
     "concurrency": {"type": "int", "default": 4},
-    "store": {"type": "path", "default": "/var/lib/gpufleet/store"},
-    "criu": {"type": "str", "default": "criu"},
-    "state_dir": {"type": "path", "default": "/var/lib/gpufleet"},
+    **nodes.SAVING,
 }

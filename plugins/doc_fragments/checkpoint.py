@@ -278,3 +278,23 @@ options:
     type: str
     default: criu
 """
+
+    SEVERAL = r"""
+options:
+  lock_timeout:
+    description: Seconds that work submitted to a GPU may take to end.
+    type: int
+    default: 10
+  freeze_limit:
+    description: Seconds that saved work stands still at most before it is let go on.
+    type: int
+    default: 900
+  store:
+    description: Directory of saves on the nodes.
+    type: path
+    default: /var/lib/gpufleet/store
+  criu:
+    description: CRIU's program.
+    type: str
+    default: criu
+"""

@@ -19,6 +19,7 @@ author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
   - gpufleet.driver.attributes.node
+  - gpufleet.driver.checkpoint.several
   - gpufleet.driver.node
 attributes:
   check_mode:
@@ -43,22 +44,6 @@ options:
         description: The workload, as O(gpufleet.driver.workload_checkpoint#module:workloads) takes it.
         type: dict
         required: true
-  lock_timeout:
-    description: Seconds that work submitted to a GPU may take to end.
-    type: int
-    default: 10
-  freeze_limit:
-    description: Seconds that saved work stands still at most before it is let go on.
-    type: int
-    default: 900
-  store:
-    description: Directory of saves on the nodes.
-    type: path
-    default: /var/lib/gpufleet/store
-  criu:
-    description: CRIU's program.
-    type: str
-    default: criu
 seealso:
   - module: gpufleet.driver.workload_checkpoint
 """

@@ -21,6 +21,7 @@ author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
   - gpufleet.driver.attributes.node
+  - gpufleet.driver.checkpoint.several
   - gpufleet.driver.node
 attributes:
   check_mode:
@@ -81,14 +82,6 @@ options:
     description: Seconds to wait for a node that stops answering while work comes back on it.
     type: int
     default: 300
-  lock_timeout:
-    description: Seconds that work submitted to a GPU may take to end.
-    type: int
-    default: 10
-  freeze_limit:
-    description: Seconds that saved work stands still at most before it is let go on.
-    type: int
-    default: 900
   settle:
     description: Seconds after which restored work must still be well.
     type: int
@@ -97,14 +90,6 @@ options:
     description: How many workloads are dealt with at a time.
     type: int
     default: 4
-  store:
-    description: Directory of saves on the nodes.
-    type: path
-    default: /var/lib/gpufleet/store
-  criu:
-    description: CRIU's program.
-    type: str
-    default: criu
 seealso:
   - module: gpufleet.driver.workload_checkpoint
   - module: gpufleet.driver.workload_restore

@@ -23,6 +23,15 @@ _COLLECTION = "gpufleet.driver"
 _TOGETHER = 4
 """Pieces of one file that travel in one command."""
 
+SAVING: Mapping[str, Any] = {
+    "lock_timeout": {"type": "int", "default": 10},
+    "freeze_limit": {"type": "int", "default": 900},
+    "store": {"type": "path", "default": "/var/lib/gpufleet/store"},
+    "criu": {"type": "str", "default": "criu"},
+    "state_dir": {"type": "path", "default": "/var/lib/gpufleet"},
+}
+"""Options of every module that saves work of several nodes."""
+
 
 class Nodes:
     """The nodes as ``action``'s task reaches them; the node of the task itself is one."""
