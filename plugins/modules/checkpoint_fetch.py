@@ -108,14 +108,15 @@ def main() -> None:
     p = module.params
     if not p["manifest"]:
         module.fail_json(msg="this module works together with its action plugin; call it by its full name from a play")
+    missing: list[tuple[str, int]] = []
     try:
         manifest = json.loads(p["manifest"])
         if not isinstance(manifest, dict) or manifest.get("id") != p["artefact"]:
             module.fail_json(msg=f"{p['source']} sent the manifest of another save than {p['artefact']}")
         if module.check_mode:
-            changed, missing = not artefact.place(p["store"], p["artefact"]).exists(), []
+            changed = not artefact.place(p["store"], p["artefact"]).exists()
         elif p["finish"]:
-            changed, missing = artefact.accept(p["store"], manifest), []
+            changed = artefact.accept(p["store"], manifest)
         else:
             changed, missing = False, artefact.receive(p["store"], manifest)
     except ValueError as exc:
