@@ -3,14 +3,18 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Wall time of a whole capture of 1 GiB over that of suspending CUDA and a bare ``criu dump``. Aim: 1.3 or less.
 
-Ours looks twice at the processes, suspends CUDA, dumps, hashes every byte, writes all to disk and reads the manifest
-back; bare CRIU leaves its images in the page cache. Each has a new process every time, and they take turns in being the
-first: whoever writes to memory that a virtual machine has not touched before waits for its host.
+Ours looks at the processes, suspends CUDA, dumps, hashes every byte, writes all to disk and reads the manifest back.
+Bare CRIU leaves its images in the page cache, where a machine that fails loses them and nobody sees a flipped byte. So
+there is a second ratio, to what is worth the same: the bare dump, then ``sync`` and ``sha256sum`` of its files at once.
+
+Each has a new process every time, and they take turns in being the first: whoever writes to memory that a virtual
+machine has not touched before waits for its host.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import saves
@@ -19,22 +23,27 @@ import saves
 def main() -> None:
     ours: list[dict[str, Any]] = []
     peer: list[float] = []
+    durable: list[float] = []
     with saves.bench() as made:
 
         def capture() -> None:
             made.fresh()
-            captured = made.ours("ours").capture(made.work)
-            ours.append({"ours": captured.seconds, **captured.evidence["timings"]})
+            backend = made.ours("ours")
+            began = time.monotonic()
+            captured = backend.capture(made.work)
+            ours.append({"ours": round(time.monotonic() - began, 3), **captured.evidence["timings"]})
 
         def dump() -> None:
             made.fresh()
             peer.append(made.criu_dump())
+            durable.append(peer[-1] + made.durable())
 
         for act in (capture, dump, dump, capture, capture, dump):
             act()
     best = min(ours, key=lambda one: float(one["ours"]))
-    result = {"bench": "capture_vs_criu", "ratio": round(best["ours"] / min(peer), 2)}
-    print(json.dumps({**result, "peer": round(min(peer), 2), "unit": "s for 1 GiB", **best}))
+    ratios = {"ratio": round(best["ours"] / min(peer), 2), "ratio_durable": round(best["ours"] / min(durable), 2)}
+    peers = {"peer": round(min(peer), 2), "peer_durable": round(min(durable), 2)}
+    print(json.dumps({"bench": "capture_vs_criu", **ratios, **peers, "unit": "s for 1 GiB", **best}))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers impo
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import Work
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
 
 SIZE = 1 << 30
@@ -61,18 +62,16 @@ while True:
 """
 
 
-class Unit:
+class Unit(Service):
     """What stands for the systemd unit: a control group with the process in it."""
 
-    unit = "bench.service"
-
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        self.folder = folder
+        super().__init__(execution.run, "bench.service", str(folder / "runtime"), str(folder / "lasting"))
         self.environment = environment
         self.pid = 0
-        self.guard_path = folder / "guard"
 
-    def start(self) -> int:
+    def launch(self) -> None:
+        """Start the process, and wait until it has its memory."""
         reading, writing = os.pipe()
         process = subprocess.Popen(
             [sys.executable, "-c", WORK],
@@ -85,7 +84,6 @@ class Unit:
         os.close(reading)
         self.pid = process.pid
         self.join()
-        return self.pid
 
     def join(self) -> None:
         place = Path("/sys/fs/cgroup/unified" if Path("/sys/fs/cgroup/unified").is_dir() else "/sys/fs/cgroup", GROUP)
@@ -116,12 +114,10 @@ class Unit:
     def fragment(self) -> str:
         return ""
 
-    def guard(self) -> None: ...
-    def unguard(self) -> None: ...
     def arm(self, argv: Sequence[str], seconds: float) -> None: ...
     def disarm(self) -> None: ...
     def reset(self) -> None: ...
-    def settle(self) -> None: ...
+    def reload(self) -> None: ...
 
 
 class Bench:
@@ -156,7 +152,7 @@ class Bench:
         empty = nvml.Report("ok", "", None, None, None, None, [])
         return CudaCriu(
             execution.run, str(self.folder / name), str(self.folder / name / "store"), criu=CRIU,
-            limits=Limits(settle=0.0), observe=lambda: empty, usage=dict, service=lambda dummy: self.unit,  # type: ignore[arg-type,return-value]
+            limits=Limits(settle=0.0), observe=lambda: empty, usage=dict, service=lambda dummy: self.unit,
         )  # fmt: skip
 
     def suspend(self, *actions: str) -> float:
@@ -177,7 +173,7 @@ class Bench:
         for made in ("bare", "ours"):
             shutil.rmtree(self.folder / made, ignore_errors=True)
         os.sync()
-        self.unit.start()
+        self.unit.launch()
 
     def end(self) -> None:
         self.unit.end(lambda: [], 10)
@@ -191,6 +187,17 @@ class Bench:
         argv = [CRIU, "dump", "-t", str(self.unit.pid), "-D", images, "-o", "dump.log", "--leave-stopped"]
         subprocess.run(argv, check=True)
         return suspended + time.monotonic() - began
+
+    def durable(self) -> float:
+        """Seconds that such a dump takes to be on disk and hashed, both at once: what keeps a save from being lost by a
+        machine that fails, and tells a whole one from a damaged one."""
+        began = time.monotonic()
+        images = sorted((self.folder / "bare").iterdir())
+        commands = [subprocess.Popen([tool, *images], stdout=subprocess.DEVNULL) for tool in ("sync", "sha256sum")]
+        codes = [command.wait() for command in commands]
+        if any(codes):
+            raise SystemExit("the dump could not be written or hashed")
+        return time.monotonic() - began
 
     def criu_restore(self) -> float:
         """Seconds for what anybody must do: the processes from the page cache, and memory back into the GPU."""
