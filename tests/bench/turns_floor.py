@@ -57,8 +57,8 @@ def _cost(model: Model, nodes: Sequence[int], time: float, last: float) -> float
         if item.end < time + STEP:
             cost += share * item.idle * min(max(0.0, time - item.end), model.gap[nodes[0]])
         else:
-            moves = item.movable and item.restorable and (item.end + item.pause <= last + STEP or model.kept)
+            moves = item.kind.movable and item.kind.restorable and (item.end + item.pause <= last + STEP or model.kept)
             cost += share * min(
-                item.cold if item.restartable else inf, item.gpus * item.pause if moves else inf, item.gpus * last
+                item.cold if item.kind.restartable else inf, item.gpus * item.pause if moves else inf, item.gpus * last
             )
     return cost

@@ -42,7 +42,7 @@ class Group:
             for domain in model.nodes[node].domains.items():
                 self._use(domain, 1, limits)
         for item in self.items:
-            for name in model.items[item].workload.budgets:
+            for name in model.items[item].kind.budgets:
                 self._use(("budget", name), 1, limits)
         for node in nodes if model.apart else ():
             for item in model.apart.get(node, ()):

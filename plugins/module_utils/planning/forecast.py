@@ -409,7 +409,7 @@ class _Rolling:
     def _settle_pending(self, now: float) -> None:
         for index in sorted(self.pending, key=self.model.rank.__getitem__):
             item = self.model.items[index]
-            found = self.rooms.place(item.needs, item.startable, (0,), together=item.workload.together)
+            found = self.rooms.place(item.needs, item.kind.startable, (0,), together=item.kind.together)
             if found is None:
                 continue
             waited = now - self.pending.pop(index)

@@ -9,20 +9,51 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
 from operator import attrgetter
 
-from ..fleet import MOVE, RESTART, WAIT, Member, Node, Resources, Snapshot, Workload
+from ..fleet import MOVE, PROTECT, RESTART, WAIT, Member, Node, Resources, Snapshot, Workload
 from ..version import DriverVersion
 from .compatibility import saves_itself
-from .placement import Classes, Need, Needs, Shape, shape_of
+from .placement import Classes, Need, Needs, columns, shape_of
 from .policy import Policy
 
 SPARE_WEIGHT = 0.25
 """What an idle GPU counts for if no work of its model queues: capacity withheld, though nobody misses it yet."""
+
+
+class Kind:
+    """What workloads have in common that differ only in size, times and places: what may be done to them, and the
+    classes of nodes where they may be restored or started.
+
+    One that ``saves_itself`` may move to an upgraded node, and goes on from its save wherever it starts: it loses no
+    more than the time for that. ``frozen_by`` names a budget that allows no disruption.
+    """
+
+    def __init__(
+        self, workload: Workload, classes: Classes, homes: tuple[int, ...], budgets: Mapping[str, int]
+    ) -> None:
+        may = workload.may
+        self.movable = MOVE in may and bool(workload.backends)
+        self.saves_itself = self.movable and saves_itself(workload.backends)
+        self.waitable = WAIT in may or not may - {PROTECT}
+        self.restartable = RESTART in may
+        self.budgets = workload.budgets
+        self.frozen_by = next((name for name in reversed(workload.budgets) if budgets[name] == 0), None)
+        if self.frozen_by:
+            self.movable = self.restartable = False
+        self.together = workload.together
+        self.spread = workload.spread
+        self.stays_home = workload.stays_home
+        shapes = [shape_of(workload, classes.sample[home]) for home in homes]
+        self.shape = shapes[0]
+        self.restorable = frozenset.intersection(*map(classes.restorable, shapes))
+        self.startable = frozenset.intersection(*map(classes.startable, shapes))
+        if workload.stays_home:
+            self.startable = frozenset()
 
 
 class Item:
@@ -31,8 +62,7 @@ class Item:
     ``end`` is the time at which it ends by itself (``inf`` if unknown), ``pause`` the seconds a move takes, ``again``
     those it takes to do again what a cold start loses, ``cold`` the GPU-seconds a cold start loses in all, ``early``
     those it loses if its node's turn comes while it runs, ``idle`` its GPUs weighed as idle ones are: those it keeps
-    from standing idle. One that ``saves_itself`` may move to an upgraded node, and goes on from its save wherever it
-    starts: it loses no more than the time for that.
+    from standing idle.
     """
 
     __slots__ = (
@@ -40,44 +70,32 @@ class Item:
         "cold",
         "early",
         "end",
-        "frozen_by",
         "gpus",
         "idle",
-        "movable",
+        "kind",
         "name",
         "needs",
         "nodes",
         "pause",
-        "restartable",
-        "restorable",
-        "saves_itself",
-        "shape",
-        "startable",
-        "waitable",
         "workload",
     )
 
-    def __init__(self, name: str, workload: Workload, needs: Needs, nodes: tuple[int, ...]) -> None:
-        may = workload.may
+    def __init__(
+        self, name: str, workload: Workload, needs: Needs, nodes: tuple[int, ...], kind: Kind, weight: float
+    ) -> None:
         self.name = name
         self.workload = workload
         self.needs = needs
         self.nodes = nodes
+        self.kind = kind
         self.gpus = gpus = needs[0].gpus if len(needs) == 1 else sum([need.gpus for need in needs])
-        self.idle = gpus
+        self.idle = gpus * weight
         self.end = inf if workload.remaining is None else workload.remaining
-        self.pause = workload.capture + workload.restore
-        self.movable = MOVE in may and bool(workload.backends)
-        self.saves_itself = self.movable and saves_itself(workload.backends)
-        self.again = min(workload.at_risk, self.pause) if self.saves_itself else workload.at_risk
-        self.cold = gpus * (workload.start_cost + self.again)
-        self.waitable = WAIT in may or not may - {"protect"}
-        self.restartable = RESTART in may
-        self.frozen_by: str | None = None
-        self.early: float
-        self.shape: Shape
-        self.restorable: frozenset[int]
-        self.startable: frozenset[int]
+        self.pause = pause = workload.capture + workload.restore
+        self.again = again = min(workload.at_risk, pause) if kind.saves_itself else workload.at_risk
+        self.cold = self.early = gpus * (workload.start_cost + again)
+        if not kind.restartable:
+            self.early = gpus * (pause if kind.movable else 1e6)
 
 
 class Model:
@@ -85,8 +103,9 @@ class Model:
 
     ``upgraded``, ``kept`` and ``moving`` partition the node numbers: on the target version already, left out but able
     to take work, and to be upgraded; nodes in none of them are left out and take no work. ``slot`` is the seconds a
-    batch takes that does not wait; a forecast varies it, while what a batch is ``expected`` to take stays. ``apart``
-    has of nodes the items with a stand-in, at home or there: two nodes of one item are not upgraded at the same time.
+    batch takes that does not wait; a forecast varies it, while what a batch is ``expected`` to take stays. ``gangs``
+    are the items of several members. ``apart`` has of nodes the items with a stand-in, at home or there: two nodes of
+    one item are not upgraded at the same time.
     """
 
     def __init__(self, snapshot: Snapshot, policy: Policy, skipped: dict[str, str]) -> None:
@@ -113,15 +132,18 @@ class Model:
         short = {model: demand.shortest or demand.duration for model, demand in snapshot.queue.items()}
         self.gap = [short.get(node.gpu_model or "", 0.0) / 2 for node in self.nodes]
         self.refill = [refill.get(node.gpu_model or "", 0.0) for node in self.nodes]
-        self.free: list[Resources] = [node.free for node in self.nodes]
         self.items: list[Item] = []
+        self.gangs: list[int] = []
         self.residents: list[list[int]] = [[] for dummy in self.nodes]
         self.apart: dict[int, list[int]] = {}
-        self._needs: dict[tuple[tuple[str, int], ...], Need] = {}
-        self._shapes: dict[tuple[object, ...], tuple[Shape, frozenset[int], frozenset[int]]] = {}
+        self._alone: list[tuple[int, ...]] = [(index,) for index in range(len(self.nodes))]
+        self._columns = columns()
+        self._needs: dict[tuple[object, ...], Needs] = {}
+        self._kinds: dict[tuple[object, ...], Kind] = {}
         for workload in snapshot.workloads:
             if workload.members:
                 self._add(workload)
+        self.free = [[node.free.get(name, 0) for name in self._columns] for node in self.nodes]
         order = sorted(range(len(self.items)), key=[-item.cold for item in self.items].__getitem__)
         order.sort(key=[-item.gpus for item in self.items].__getitem__)
         order.sort(key=[-item.workload.priority for item in self.items].__getitem__)
@@ -138,47 +160,47 @@ class Model:
             self._add_item(f"{workload.name}/{index}", workload, (member,))
 
     def _add_item(self, name: str, workload: Workload, members: tuple[Member, ...]) -> None:
-        number = self.number
-        nodes = tuple([number[member.node] for member in members])
-        item = Item(name, workload, tuple([self._need(member.resources) for member in members]), nodes)
-        item.shape, item.restorable, item.startable = self._shape(workload, nodes[0])
-        for node in nodes[1:]:
-            if self.classes.of[node] != self.classes.of[nodes[0]]:
-                dummy, restorable, startable = self._shape(workload, node)
-                item.restorable &= restorable
-                item.startable &= startable
-        if workload.stays_home:
-            item.startable = frozenset()
-        if workload.stand_in in self.number:
-            for node in (nodes[0], self.number[workload.stand_in]):
-                self.apart.setdefault(node, []).append(len(self.items))
-        item.idle *= self.idle_weight[nodes[0]]
-        for budget in workload.budgets:
-            if self.snapshot.budgets[budget] == 0:
-                item.frozen_by, item.movable, item.restartable = budget, False, False
-        if item.restartable:
-            item.early = item.cold
+        number, index = self.number, len(self.items)
+        if len(members) == 1:
+            nodes = self._alone[number[members[0].node]]
+            needs = self._need(members[0].resources)
         else:
-            item.early = item.gpus * (item.pause if item.movable else 1e6)
-        for node in dict.fromkeys(nodes):
-            self.residents[node].append(len(self.items))
+            nodes = tuple([number[member.node] for member in members])
+            needs = tuple([self._need(member.resources)[0] for member in members])
+            self.gangs.append(index)
+        item = Item(name, workload, needs, nodes, self._kind(workload, nodes), self.idle_weight[nodes[0]])
+        if workload.stand_in in number:
+            for node in (nodes[0], number[workload.stand_in]):
+                self.apart.setdefault(node, []).append(index)
+        for node in nodes if len(nodes) == 1 else dict.fromkeys(nodes):
+            self.residents[node].append(index)
         self.items.append(item)
 
-    def _need(self, resources: Resources) -> Need:
-        key = tuple(resources.items())
+    def _need(self, resources: Resources) -> Needs:
+        key = (*resources, *resources.values())
         found = self._needs.get(key)
         if found is None:
-            found = self._needs[key] = Need(resources)
+            found = self._needs[key] = (Need(resources, self._columns),)
         return found
 
-    def _shape(self, workload: Workload, node: int) -> tuple[Shape, frozenset[int], frozenset[int]]:
-        requires = tuple(sorted(workload.requires.items())) if workload.requires else ()
-        key = (self.classes.of[node], id(workload.facts), requires, workload.tolerates, workload.backends)
-        found = self._shapes.get(key)
+    def _kind(self, workload: Workload, nodes: tuple[int, ...]) -> Kind:
+        of = self.classes.of
+        homes = (of[nodes[0]],) if len(nodes) == 1 else tuple(dict.fromkeys([of[node] for node in nodes]))
+        key = (
+            homes,
+            id(workload.facts),
+            tuple(sorted(workload.requires.items())) if workload.requires else (),
+            workload.tolerates,
+            workload.backends,
+            workload.may,
+            workload.budgets,
+            workload.together,
+            workload.spread,
+            workload.stays_home,
+        )
+        found = self._kinds.get(key)
         if found is None:
-            shape = shape_of(workload, self.nodes[node])
-            found = (shape, self.classes.restorable(shape), self.classes.startable(shape))
-            self._shapes[key] = found
+            found = self._kinds[key] = Kind(workload, self.classes, homes, self.snapshot.budgets)
         return found
 
 

@@ -74,11 +74,7 @@ def canaries(model: Model, groups: Sequence[Group], uses: Mapping[Use, float]) -
 
 def _units(model: Model, groups: Sequence[Group], limit: int) -> list[list[Group]]:
     """Groups that share a gang stand side by side, as long as they fit one batch: a gang is then disturbed once."""
-    of_item: dict[int, list[int]] = defaultdict(list)
-    for place, group in enumerate(groups):
-        for item in group.items:
-            if len(model.items[item].nodes) > 1:
-                of_item[item].append(place)
+    place_of = {node: place for place, group in enumerate(groups) for node in group.nodes} if model.gangs else {}
     parent = list(range(len(groups)))
 
     def root(place: int) -> int:
@@ -87,7 +83,8 @@ def _units(model: Model, groups: Sequence[Group], limit: int) -> list[list[Group
             place = parent[place]
         return place
 
-    for places in of_item.values():
+    for gang in model.gangs:
+        places = [place_of[node] for node in model.items[gang].nodes if node in place_of]
         for place in places[1:]:
             parent[root(place)] = root(places[0])
     found: dict[int, list[Group]] = defaultdict(list)
@@ -201,7 +198,7 @@ _FILLS: tuple[_Fill, ...] = (
 
 def _mover(model: Model, index: int) -> float:
     item = model.items[index]
-    if not item.movable or item.gpus * item.pause >= item.cold + item.gpus * model.swap:
+    if not item.kind.movable or item.gpus * item.pause >= item.cold + item.gpus * model.swap:
         return 0.0
     return item.gpus
 
@@ -232,7 +229,7 @@ def arrange(model: Model, absent: frozenset[int] = frozenset()) -> Arrangement:
     search = Search(model, first, absent)
     beginnings: list[dict[int, Hint]] = [{}]
     if small:
-        beginnings.append({i: WAIT for i, item in enumerate(model.items) if item.waitable and item.end < inf})
+        beginnings.append({i: WAIT for i, item in enumerate(model.items) if item.kind.waitable and item.end < inf})
     for fill, hints in product(_FILLS if effort else _FILLS[:1], beginnings):
         bins = _filled(model, groups, first, uses, fill)
         search.climb(bins, dict(hints), effort)

@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from typing import Any, Callable
+from typing import Callable
 
 from ..fleet import Facts, Node, Resources, Workload, gpus_of
 from . import compatibility
 
-_NOTHING: Mapping[int, Any] = {}
+_NOTHING: Mapping[int, _Shelf] = {}
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,33 @@ def shape_of(workload: Workload, node: Node) -> Shape:
     )
 
 
+Amounts = list[int]
+"""What a node has free, by column."""
+
+Columns = dict[str, int]
+"""The column of each resource that is asked for."""
+
+_CPU = 0
+
+
+def columns() -> Columns:
+    """To begin with; a :class:`Need` adds its resources."""
+    return {"cpu": _CPU}
+
+
 class Need:
-    """What one member asks of a node. ``primary`` is the resource it is searched by, ``gpus`` as in :func:`gpus_of`."""
+    """What one member asks of a node, by resource and by column. ``primary`` is the column it is searched by, ``gpus``
+    as in :func:`gpus_of`."""
 
-    __slots__ = ("amounts", "gpus", "least", "primary")
+    __slots__ = ("amounts", "columns", "gpus", "least", "primary")
 
-    def __init__(self, resources: Resources) -> None:
+    def __init__(self, resources: Resources, known: Columns) -> None:
         self.amounts = tuple((name, amount) for name, amount in resources.items() if amount)
+        self.columns = tuple((known.setdefault(name, len(known)), amount) for name, amount in self.amounts)
         names = [name for name, dummy in self.amounts]
-        self.primary = "gpu" if "gpu" in names else next((name for name in names if name.startswith("mig-")), "cpu")
-        self.least = _bucket(self.primary, resources.get(self.primary, 0))
+        primary = "gpu" if "gpu" in names else next((name for name in names if name.startswith("mig-")), "cpu")
+        self.primary = known[primary]
+        self.least = _bucket(self.primary, resources.get(primary, 0))
         self.gpus = gpus_of(resources)
 
 
@@ -130,20 +147,28 @@ Needs = tuple[Need, ...]
 """Of each member of a workload; equal needs of one model are one object."""
 
 
-def missing(need: Need, free: Resources) -> str | None:
+def fits(need: Need, free: Amounts) -> bool:
+    """Whether there is room for everything."""
+    for column, amount in need.columns:  # noqa: SIM110 - the innermost loop of planning; all() takes twice as long
+        if free[column] < amount:
+            return False
+    return True
+
+
+def missing(need: Need, free: Amounts) -> str | None:
     """``no_room:gpu 4 of 8`` when 8 are needed and 4 are free; None when everything fits."""
-    for name, amount in need.amounts:
-        if free.get(name, 0) < amount:
-            return f"no_room:{name} {free.get(name, 0)} of {amount}"
+    for (name, amount), (column, dummy) in zip(need.amounts, need.columns):
+        if free[column] < amount:
+            return f"no_room:{name} {free[column]} of {amount}"
     return None
 
 
-def _bucket(resource: str, amount: int) -> int:
-    return amount.bit_length() if resource == "cpu" else amount
+def _bucket(column: int, amount: int) -> int:
+    return amount if column else amount.bit_length()
 
 
 class _Shelf:
-    """The nodes of one class at one position; the open ones by resource and by how much of it is free.
+    """The nodes of one class at one position; the open ones by column and by how much of it is free.
 
     ``tightest`` remembers, of needs searched before, how much is free on the node that fits best, and that node.
     """
@@ -152,15 +177,15 @@ class _Shelf:
 
     def __init__(self) -> None:
         self.nodes: dict[int, None] = {}
-        self.by_amount: dict[str, dict[int, list[int]]] = {}
+        self.by_amount: dict[int, dict[int, list[int]]] = {}
         self.tightest: dict[Need, tuple[int, int]] = {}
 
 
-def _enter(buckets: dict[int, list[int]], resource: str, amount: int, index: int) -> None:
+def _enter(buckets: dict[int, list[int]], column: int, amount: int, index: int) -> None:
     """Note how much a node has free. Nodes without any are left out, but for CPU, which a need may have none of."""
-    if not amount and resource != "cpu":
+    if not amount and column != _CPU:
         return
-    bucket = _bucket(resource, amount)
+    bucket = _bucket(column, amount)
     heap = buckets.get(bucket)
     if heap is None:
         buckets[bucket] = [index]
@@ -174,14 +199,15 @@ class Rooms:
     A node's position is the number of its batch; ``close`` takes a node out of the search and ``open`` puts it back.
     """
 
-    def __init__(self, nodes: Sequence[Node], free: Sequence[Resources], classes: Classes, position: list[int]) -> None:
+    def __init__(self, nodes: Sequence[Node], free: Sequence[Amounts], classes: Classes, position: list[int]) -> None:
         self._nodes = nodes
         self._classes = classes
-        self.free: list[dict[str, int]] = [dict(each) for each in free]
+        self.free = [each[:] for each in free]
         self.position = position
         self._open = bytearray(len(nodes))
         self._shelves: dict[int, dict[int, _Shelf]] = {}
         self._shelf_of: list[_Shelf | None] = [None] * len(nodes)
+        self._fitting: dict[tuple[int, frozenset[int]], list[_Shelf]] = {}
         self._searched: dict[object, int] = {}
         self._hopeless: set[object] = set()
 
@@ -193,6 +219,7 @@ class Rooms:
             shelf = at.get(number)
             if shelf is None:
                 shelf = at[number] = _Shelf()
+                self._fitting.clear()
             shelf.nodes[index] = None
             shelf.by_amount.clear()
             shelf.tightest.clear()
@@ -214,14 +241,14 @@ class Rooms:
 
     def take(self, index: int, need: Need) -> None:
         free = self.free[index]
-        for name, amount in need.amounts:
-            free[name] = free.get(name, 0) - amount
+        for column, amount in need.columns:
+            free[column] -= amount
         self._changed(index, need)
 
     def give(self, index: int, need: Need) -> None:
         free = self.free[index]
-        for name, amount in need.amounts:
-            free[name] = free.get(name, 0) + amount
+        for column, amount in need.columns:
+            free[column] += amount
         if self._open[index]:
             self._changed(index, None)
             self._more_room()
@@ -230,8 +257,8 @@ class Rooms:
         """Undo the last :meth:`place`: nothing became possible that was not before it."""
         for index, need in zip(found, needs):
             free = self.free[index]
-            for name, amount in need.amounts:
-                free[name] += amount
+            for column, amount in need.columns:
+                free[column] += amount
             self._changed(index, None)
         if len(needs) > 1:
             # A later member was searched for while the earlier ones had their room.
@@ -247,12 +274,12 @@ class Rooms:
         if shelf is None or not self._open[index]:
             return
         free = self.free[index]
-        for name, buckets in shelf.by_amount.items():
-            _enter(buckets, name, free.get(name, 0), index)
+        for column, buckets in shelf.by_amount.items():
+            _enter(buckets, column, free[column], index)
         if shelf.tightest:
             found = shelf.tightest.get(taken) if taken is not None else None
             shelf.tightest.clear()
-            if taken is not None and found is not None and found[1] == index and missing(taken, free) is None:
+            if taken is not None and found is not None and found[1] == index and fits(taken, free):
                 # With less free than before it fits tighter still.
                 shelf.tightest[taken] = (_bucket(taken.primary, free[taken.primary]), index)
 
@@ -296,7 +323,7 @@ class Rooms:
         if len(nodes) != len(needs) or len(set(nodes)) != len(nodes):
             return None
         for node, need in zip(nodes, needs):
-            if not self._open[node] or self._classes.of[node] not in fitting or missing(need, self.free[node]):
+            if not self._open[node] or self._classes.of[node] not in fitting or not fits(need, self.free[node]):
                 return None
         for node, need in zip(nodes, needs):
             self.take(node, need)
@@ -360,15 +387,14 @@ class Rooms:
         begin = place = self._searched.get(request, 0)
         best: tuple[int, int] | None = None
         for place in range(begin, len(positions)):
-            for number, shelf in self._shelves.get(positions[place], _NOTHING).items():
-                if number in fitting:
-                    found = shelf.tightest.get(need) if only is None else None
-                    if found is None:
-                        found = self._tightest(need, shelf, only)
-                    if found is not None and (best is None or found < best):
-                        best = found
-                        if found[0] == need.least:
-                            break
+            for shelf in self._shelves_of(positions[place], fitting):
+                found = shelf.tightest.get(need) if only is None else None
+                if found is None:
+                    found = self._tightest(need, shelf, only)
+                if found is not None and (best is None or found < best):
+                    best = found
+                    if found[0] == need.least:
+                        break
             if best is not None:
                 break
         else:
@@ -376,6 +402,13 @@ class Rooms:
         if only is None and place != begin:
             self._searched[request] = place
         return best[1] if best is not None else None
+
+    def _shelves_of(self, position: int, fitting: frozenset[int]) -> list[_Shelf]:
+        found = self._fitting.get((position, fitting))
+        if found is None:
+            shelves = self._shelves.get(position, _NOTHING).items()
+            found = self._fitting[position, fitting] = [shelf for number, shelf in shelves if number in fitting]
+        return found
 
     def _tightest(self, need: Need, shelf: _Shelf, only: Callable[[int], bool] | None) -> tuple[int, int] | None:
         free, is_open, primary, least = self.free, self._open, need.primary, need.least
@@ -388,13 +421,13 @@ class Rooms:
             heap = buckets[amount]
             while heap:
                 index = heap[0]
-                if is_open[index] and _bucket(primary, free[index].get(primary, 0)) == amount:
+                if is_open[index] and _bucket(primary, free[index][primary]) == amount:
                     break
                 heappop(heap)
             else:
                 del buckets[amount]
                 continue
-            if missing(need, free[index]) is None and (only is None or only(index)):
+            if fits(need, free[index]) and (only is None or only(index)):
                 break
             index = next((n for n in sorted(set(heap)) if self._takes(n, need, amount) and (not only or only(n))), -1)
             if index >= 0:
@@ -407,17 +440,13 @@ class Rooms:
 
     def _takes(self, index: int, need: Need, amount: int) -> bool:
         here = self.free[index]
-        return (
-            bool(self._open[index])
-            and _bucket(need.primary, here.get(need.primary, 0)) == amount
-            and not missing(need, here)
-        )
+        return bool(self._open[index]) and _bucket(need.primary, here[need.primary]) == amount and fits(need, here)
 
-    def _sorted_out(self, shelf: _Shelf, primary: str) -> dict[int, list[int]]:
+    def _sorted_out(self, shelf: _Shelf, primary: int) -> dict[int, list[int]]:
         buckets: dict[int, list[int]] = {}
         for index in shelf.nodes:
             if self._open[index]:
-                _enter(buckets, primary, self.free[index].get(primary, 0), index)
+                _enter(buckets, primary, self.free[index][primary], index)
         shelf.by_amount[primary] = buckets
         return buckets
 

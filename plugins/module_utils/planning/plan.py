@@ -208,7 +208,7 @@ def _arranged(snapshot: Snapshot, policy: Policy, absent: frozenset[int]) -> _Fo
             stuck.update(dict.fromkeys(here or home, fate))  # it may have moved before, in vain
         if not stuck:
             return _Found(model, made, blocked)
-        hopeless = [node for node, fate in stuck.items() if not (model.items[fate.item].movable or fate.reason)]
+        hopeless = [node for node, fate in stuck.items() if not (model.items[fate.item].kind.movable or fate.reason)]
         if not hopeless:
             named = () if isinstance(policy.canary, int) else policy.canary
             ranked = sorted(
@@ -420,7 +420,7 @@ def _warnings(model: Model, batches: Sequence[Batch], has_canary: bool, cold: Ma
 def _beyond_budgets(model: Model, batches: Sequence[Batch]) -> list[str]:
     """Budgets that one node or one domain exceeds by itself."""
     budgets = model.snapshot.budgets
-    of_item = {item.name: item.workload.budgets for item in model.items if item.workload.budgets} if budgets else {}
+    of_item = {item.name: item.kind.budgets for item in model.items if item.kind.budgets} if budgets else {}
     found = []
     for batch in batches if of_item else ():
         disturbed = Counter(name for f in batch.fates if f.fate in (MOVE, COLD) for name in of_item.get(f.workload, ()))
@@ -443,8 +443,8 @@ def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str], c
             notes.append(f"and so must {len(must) - 5} more: see the plan's JSON")
     finish = batches[-1].ends if batches else 0.0
     started = [item for item in model.items if item.name in cold]
-    again = [item for item in started if item.saves_itself]
-    saved = [item for item in started if item.movable and not item.saves_itself]
+    again = [item for item in started if item.kind.saves_itself]
+    saved = [item for item in started if item.kind.movable and not item.kind.saves_itself]
     lasting = [item for item in saved if item.end > finish]
     if lasting:
         notes.append(
@@ -453,7 +453,7 @@ def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str], c
         )
     if len(saved) > len(lasting):
         others = [item for item in saved if item.end <= finish]
-        longer = ", or a longer max_wait," if any(item.waitable for item in others) else ""
+        longer = ", or a longer max_wait," if any(item.kind.waitable for item in others) else ""
         notes.append(
             f"{_counted(others)} could be saved but {_start(others)} cold, for want of old-driver room or as that "
             f"loses less; more free GPUs there{longer} may save the work: {_named(others)}"
@@ -461,7 +461,7 @@ def _notes(model: Model, batches: Sequence[Batch], blocked: Mapping[str, str], c
     if again:
         notes.append(f"{_counted(again)} {_start(again)} again from what the work saves itself: {_named(again)}")
     if len(started) > len(saved) + len(again):
-        others = [item for item in started if not item.movable]
+        others = [item for item in started if not item.kind.movable]
         notes.append(f"{_counted(others)} {_start(others)} cold as nothing could save the work: {_named(others)}")
     if blocked:
         notes.append(f"{len(blocked)} node{'s keep their' if len(blocked) > 1 else ' keeps its'} driver")
@@ -487,13 +487,15 @@ def blocked_reason(model: Model, item: Item) -> str:
     if model.policy.max_wait < item.end < inf:
         ends += f", beyond the longest wait of {model.policy.max_wait / 3600:.1f} h"
     elif item.end < inf:
-        ends += ", longer than any window lets a batch wait" if item.waitable else ", may not be waited for"
+        ends += ", longer than any window lets a batch wait" if item.kind.waitable else ", may not be waited for"
     if PROTECT in may or not may:
         return f"{item.name} is protected and {ends}: let it end, or let it move or restart"
     if MOVE not in may and RESTART not in may:
         return f"{item.name} may only be waited for and {ends}: raise max_wait, or let it move or restart"
-    if item.frozen_by:
-        return f"budget {item.frozen_by} allows no disruption of {item.name}, which {ends}: raise the budget or wait"
+    if item.kind.frozen_by:
+        return (
+            f"budget {item.kind.frozen_by} allows no disruption of {item.name}, which {ends}: raise the budget or wait"
+        )
     if MOVE in may and not item.workload.backends:
         return f"{item.name} may move but no backend could save it, and it {ends}: let it restart, or enable a backend"
     return (
@@ -510,9 +512,9 @@ def refused(model: Model, item: Item) -> list[str]:
     position = [0] * len(model.nodes)
     rooms = Rooms(model.nodes, model.free, model.classes, position)
     rooms.open(n for n in (*model.kept, *model.moving) if n not in item.nodes and model.nodes[n].schedulable)
-    if rooms.place(item.needs, item.restorable, (0,), together=item.workload.together):
+    if rooms.place(item.needs, item.kind.restorable, (0,), together=item.kind.together):
         return ["the node it would move to has its own turn later"]
-    found = rooms.refusals(item.needs, item.shape, {0}, restore=True)
+    found = rooms.refusals(item.needs, item.kind.shape, {0}, restore=True)
     return found or ["no other node has the old driver"]
 
 
@@ -598,12 +600,12 @@ def place(
         hidden = rooms.hide(item.nodes)
         to = rooms.place(
             item.needs,
-            item.restorable if restore else item.startable,
+            item.kind.restorable if restore else item.kind.startable,
             positions,
-            together=item.workload.together,
-            spread=item.workload.spread,
+            together=item.kind.together,
+            spread=item.kind.spread,
         )
-        refused = () if to else tuple(rooms.refusals(item.needs, item.shape, set(positions), restore=restore))
+        refused = () if to else tuple(rooms.refusals(item.needs, item.kind.shape, set(positions), restore=restore))
         found[index] = Placement(item.name, tuple(model.nodes[n].name for n in to or ()), refused)
         rooms.open(hidden)
     return [found[index] for index in items]

@@ -179,7 +179,7 @@ class _Walk:
             now += wait + max(map(self._longer, moving), default=0.0) + model.slot
             played.ends.append(now)
             for index in moving:
-                if model.items[index].workload.stays_home:
+                if model.items[index].kind.stays_home:
                     self._go_to(index, model.items[index].nodes)
             for index in batch:
                 self.position[index] = number
@@ -200,8 +200,9 @@ class _Walk:
             self.longest_wait = policy.max_wait
             return now
         here = {index for node in batch for index in self.model.residents[node] if self.end[index] > now}
-        saves = {self._longer(index) for index in here if items[index].movable} | {0.0}
-        only = [self.end[index] - now for index in here if not items[index].movable and not items[index].restartable]
+        saves = {self._longer(index) for index in here if items[index].kind.movable} | {0.0}
+        fixed = [index for index in here if not (items[index].kind.movable or items[index].kind.restartable)]
+        only = [self.end[index] - now for index in fixed]
         waits = {max((left for left in only if left <= policy.max_wait), default=0.0), 0.0}
         for longer, wait in sorted(product(saves, waits), reverse=True):
             for start, length, more in ((after, wait, wait), (after + wait, 0.0, 0.0)):
@@ -257,7 +258,7 @@ class _Walk:
                 elif index not in seen and node in self.where[index]:
                     seen.add(index)
                     affected.append(index)
-                    waitable = waitable or (model.items[index].waitable and end[index] - now <= longest_wait)
+                    waitable = waitable or (model.items[index].kind.waitable and end[index] - now <= longest_wait)
         affected.sort(key=model.rank.__getitem__)
         if not waitable:
             for index in affected:
@@ -270,7 +271,7 @@ class _Walk:
         lefts = sorted(
             (self.end[index] - now, index)
             for index in affected
-            if model.items[index].waitable and self.end[index] - now <= self.longest_wait
+            if model.items[index].kind.waitable and self.end[index] - now <= self.longest_wait
         )
         trial: dict[int, Fate] = {}
         lost: dict[int, float] = {}
@@ -311,19 +312,20 @@ class _Walk:
     def _settle(self, index: int, number: int, now: float) -> tuple[Fate, float, _Back]:
         """The cheapest fate other than waiting that has room, taken at once; its loss to the end; what undoes it."""
         item = self.model.items[index]
+        kind = item.kind
         back = (self.where[index], self.end[index], self.moved[index], self.started.get(index))
         cold = in_place = BLOCKED_LOSS
-        if item.restartable:
+        if kind.restartable:
             cold = self._cold(index, item, now) if self.started else item.cold
             in_place = cold + item.gpus * self.model.swap
-        can_move = item.movable and not self.moved[index] and bool(item.restorable)
+        can_move = kind.movable and not self.moved[index] and bool(kind.restorable)
         can_move = can_move and (self.longest_save == inf or self._longer(index) <= self.longest_save)
         best = self._best_move(index, item, now, cold) if can_move else inf
         if best < cold or (can_move and self.hints.get(index) not in (None, WAIT)):
             tried = self._move(index, item, number, now, cold, in_place)
             if tried is not None:
                 return (*tried, back)
-        if item.restartable and self._start_elsewhere(index, item, self.upgraded):
+        if kind.restartable and self._start_elsewhere(index, item, self.upgraded):
             self.end[index], self.started[index] = inf, now
             fate = Fate(index, number, COLD, cold, self.where[index], "starts on an upgraded node")
             return fate, cold, back
@@ -331,9 +333,9 @@ class _Walk:
             tried = self._move(index, item, number, now, in_place, in_place)
             if tried is not None:
                 return (*tried, back)
-        if not item.restartable:
+        if not kind.restartable:
             return Fate(index, number, BLOCKED, BLOCKED_LOSS), BLOCKED_LOSS, back
-        budgets = item.workload.budgets
+        budgets = kind.budgets
         spent = self._spent(budgets) if budgets else None
         if spent is None:
             if budgets:
@@ -369,17 +371,17 @@ class _Walk:
 
     def _best_move(self, index: int, item: Item, now: float, cold: float) -> float:
         """What a move would lose at best, to the end."""
-        kept = item.saves_itself or not self.kept_classes.isdisjoint(item.restorable)
+        kept = item.kind.saves_itself or not self.kept_classes.isdisjoint(item.kind.restorable)
         return self._moved_until(index, item, now, cold, inf if kept else self.until_last)
 
     def _moved_until(self, index: int, item: Item, now: float, cold: float, until: float) -> float:
         """What a move loses to the end, onto nodes whose turn comes in ``until`` seconds: a cold start more if it is
         still running then, unless it cannot start cold and can be waited for."""
         pause = _paused(item)
-        if until == inf or item.workload.stays_home:
+        if until == inf or item.kind.stays_home:
             return pause
         outlives = item.pause + self.end[index] - now - until
-        waited_for = not item.restartable and item.waitable and outlives <= self.model.policy.max_wait
+        waited_for = not item.kind.restartable and item.kind.waitable and outlives <= self.model.policy.max_wait
         return pause if outlives <= 0 or waited_for else pause + cold
 
     def _time_until(self, position: int, number: int) -> float:
@@ -387,7 +389,7 @@ class _Walk:
         return inf if position >= self.last else self.earliest[position] - self.earliest[number]
 
     def _cold_room(self, item: Item) -> bool:
-        found = self.rooms.place(item.needs, item.startable, self.upgraded, together=item.workload.together)
+        found = self.rooms.place(item.needs, item.kind.startable, self.upgraded, together=item.kind.together)
         if found is None:
             return False
         self.rooms.put_back(found, item.needs)
@@ -399,21 +401,21 @@ class _Walk:
         """Move it to an upgraded node if it saves itself, or else to the latest node that has room, unless that loses
         ``limit`` or more and there is a better way."""
         hint = self.hints.get(index)
-        cold = self._cold(index, item, now) if item.restartable else BLOCKED_LOSS
+        cold = self._cold(index, item, now) if item.kind.restartable else BLOCKED_LOSS
         later = range(number + 1, self.last + 1) if hint == NEAR else range(self.last, number, -1)
-        upgraded = self.upgraded if item.saves_itself and not item.workload.stays_home else range(0)
+        upgraded = self.upgraded if item.kind.saves_itself and not item.kind.stays_home else range(0)
         found = None
         if isinstance(hint, tuple):
             turns = {self.position[node] for node in hint}
             if turns.issubset(upgraded) or min(turns) > number:
-                found = self.rooms.claim(hint, item.needs, item.restorable)
+                found = self.rooms.claim(hint, item.needs, item.kind.restorable)
         for positions in (later, upgraded) if hint == NEAR else (upgraded, later):
             found = found or self.rooms.place(
                 item.needs,
-                item.restorable,
+                item.kind.restorable,
                 positions,
-                together=item.workload.together,
-                spread=item.workload.spread,
+                together=item.kind.together,
+                spread=item.kind.spread,
             )
         if found is None:
             return None
@@ -437,10 +439,10 @@ class _Walk:
     def _start_elsewhere(self, index: int, item: Item, positions: range) -> bool:
         found = self.rooms.place(
             item.needs,
-            item.startable,
+            item.kind.startable,
             positions,
-            together=item.workload.together,
-            spread=item.workload.spread,
+            together=item.kind.together,
+            spread=item.kind.spread,
         )
         if found is None:
             return False
@@ -467,7 +469,7 @@ class _Walk:
 
 def _paused(item: Item) -> float:
     """GPU-seconds that a move loses, there and, if that is where it belongs, home again."""
-    return item.gpus * item.pause * (2 if item.workload.stays_home else 1)
+    return item.gpus * item.pause * (2 if item.kind.stays_home else 1)
 
 
 def play(

@@ -218,9 +218,9 @@ def _key(played: Played) -> _Key:
 def _advice(model: Model) -> list[_Advice]:
     found = []
     for index, item in enumerate(model.items):
-        if item.movable and item.restorable:
+        if item.kind.movable and item.kind.restorable:
             found += [_Advice(index, MOVE), _Advice(index, NEAR)]
-        if item.waitable and item.end < inf:
+        if item.kind.waitable and item.end < inf:
             found.append(_Advice(index, WAIT))
     return found
 
