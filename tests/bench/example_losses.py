@@ -18,7 +18,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.planning.policy im
 FLEETS = Path(__file__).parents[2] / "examples" / "fleets"
 AIM = 0.1
 FLOOR_HOURS = 8
-"""``floor`` is what any plan of this length loses at least."""
+"""``floor`` is what any plan of this length loses at least, so ``floor_ratio`` is the least that a ratio could be."""
 FEW = 0.1
 """The aim holds for fleets of which at most this share of the work can neither be saved nor finish in time."""
 
@@ -34,16 +34,18 @@ def line(way: str) -> dict[str, Any]:
             continue
         ours = forecast.forecast(snapshot, policy, made).lost / 3600
         peer = forecast.forecast_peer(way, snapshot, policy, made).lost / 3600
+        floor = turns_floor.least(snapshot, policy, max(len(b.nodes) for b in made.batches), FLOOR_HOURS)
+        cold = _cold_share(snapshot, made)
         fleets[name] = {
             "ratio": round(ours / peer, 3) if peer else None,
             "ours": round(ours, 1),
             "peer": round(peer, 1),
-            "cold_share": round(_cold_share(snapshot, made), 3),
-            "floor": round(
-                turns_floor.least(snapshot, policy, max(len(b.nodes) for b in made.batches), FLOOR_HOURS), 1
-            ),
+            "cold_share": round(cold, 3),
+            "counts": cold <= FEW,
+            "floor": round(floor, 1),
+            "floor_ratio": round(floor / peer, 3) if peer else None,
         }
-    counted = [each for each in fleets.values() if each["cold_share"] <= FEW]
+    counted = [each for each in fleets.values() if each["counts"]]
     ours, peer = (sum(each[side] for each in counted) for side in ("ours", "peer"))
     return {
         "ratio": round(ours / peer, 3) if peer else None,

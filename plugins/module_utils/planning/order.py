@@ -32,7 +32,7 @@ _FEW = 3
 _WORTHWHILE = 20
 _WORK = 20000
 """Trials without which a search is not begun: it may look at ``_WORK`` nodes and workloads in all."""
-_LONGER = 6
+_LONGER = 12
 """How many times longer the search goes on from the best that was found from any beginning."""
 
 

@@ -160,6 +160,7 @@ def least_loss(
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = seconds
     solver.parameters.num_workers = 1
+    solver.parameters.linearization_level = 2
     solver.parameters.random_seed = 1
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

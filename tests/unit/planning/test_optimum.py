@@ -5,16 +5,37 @@
 
 from __future__ import annotations
 
-import pytest
+from datetime import datetime, timezone
+from typing import Callable
 
-from .measure import MEAN, WORST, compare
+import pytest
 
 pytest.importorskip("ortools", reason="OR-tools is not installed: no exact optimum to compare with")
 
+from .measure import MEAN, SEEDS, WORST, Problem, compare, known
 
-def test_loss_is_near_the_optimum() -> None:
-    found = compare(range(0, 200, 4), seconds=2)
-    assert found.proven >= 40
+PARTS = 4
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_loss_is_near_the_optimum(part: int, record_property: Callable[[str, object], None]) -> None:
+    """The worst of all parts is shown at the end of the run, also of one that passes: ``tests/unit/conftest.py``."""
+    seeds = SEEDS[part::PARTS]
+    found = compare(seeds, 2, known())
+    record_property("optimum", [(each.share, each.seed, each.ours, each.optimum) for each in found.fleets])
+    assert len(found.fleets) >= len(seeds) * 0.95, f"{found.unproven} of {len(seeds)} were not solved in time"
     assert found.mean <= MEAN, found
-    assert found.worst <= WORST, found
-    assert found.best >= -1e-6, f"better than the proven optimum: one of the two is wrong: {found}"
+    assert found.worst.share <= WORST, found.worst
+    assert found.best.share >= -1e-6, f"better than the proven optimum: one of the two is wrong: {found.best}"
+
+
+def test_what_is_kept_are_optima() -> None:
+    """Each day another twentieth of them is solved again."""
+    day = datetime.now(timezone.utc).toordinal()
+    solved = known()
+    problems = [Problem.of(seed) for seed in SEEDS[day % 20 :: 20]]
+    kept = [problem for problem in problems if problem.digest in solved]
+    assert len(kept) >= len(problems) / 2, "optima.json is of another model: make it again, see measure.py"
+    for problem in kept:
+        least, proven = problem.least(seconds=5)
+        assert least == solved[problem.digest] or (not proven and least > solved[problem.digest]), problem.seed

@@ -197,13 +197,13 @@ def no_resource_is_ever_exceeded(snapshot: Snapshot, made: plan.Plan) -> None:
             assert min(left.values()) >= 0, f"{each.name} after {batch}: {left}"
 
 
-@settings(MANY, max_examples=60)
+@settings(MANY, max_examples=20)
 @given(fleets, policies)
 def test_the_same_input_gives_the_same_plan(snapshot: Snapshot, policy: Policy) -> None:
     assert plan.make(snapshot, policy) == plan.make(snapshot, policy)
 
 
-@settings(MANY, max_examples=60)
+@settings(MANY, max_examples=40)
 @given(fleets, policies, st.randoms(use_true_random=False))
 def test_the_order_in_which_a_fleet_is_listed_does_not_matter(
     snapshot: Snapshot, policy: Policy, dice: random.Random
@@ -225,7 +225,7 @@ def batches_keep_to_their_sizes_and_domain_limits(snapshot: Snapshot, policy: Po
             assert max(Counter(racks[name] for name in batch.nodes).values()) == 1
 
 
-@settings(MANY, max_examples=60)
+@settings(MANY, max_examples=40)
 @given(
     fleets,
     st.sampled_from((1, 2)),
