@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -166,16 +166,20 @@ class _Paper:
         text = str(size)
         return max(1, int(total * float(text[:-1]) / 100)) if text.endswith("%") else int(text)
 
-    def _alone(self, batch: Json) -> bool:
+    def _alone(self, names: Collection[str]) -> bool:
         """Whether it is one node or one domain: these may exceed what cannot be divided, as may nodes that are due."""
-        names = set(batch["nodes"])
-        return any(names <= group for group in self.domains) or any(self._due(name) for name in names)
+        return any(group.issuperset(names) for group in self.domains) or any(self._due(name) for name in names)
 
     def _limits(self, batch: Json) -> Iterator[str]:
         for kind, most in self.options.get("max_per_domain", {}).items():
-            used = Counter(self.nodes[name].get("domains", {}).get(kind) for name in batch["nodes"])
-            if max([n for name, n in used.items() if name], default=0) > most and not self._alone(batch):
-                yield f"{batch['name']} has too many nodes of one {kind}: {dict(used)}"
+            of_domain: dict[str, list[str]] = {}
+            for name in batch["nodes"]:
+                domain = self.nodes[name].get("domains", {}).get(kind)
+                if domain:
+                    of_domain.setdefault(domain, []).append(name)
+            for domain, names in of_domain.items():
+                if len(names) > most and not self._alone(names):
+                    yield f"{batch['name']} has too many nodes of the {kind} {domain}: {names}"
         for model, bound in self.options.get("max_pending", {}).items():
             demand = self.queue.get(model, {})
             slot = self.durations["evacuate"] + self._swap()
@@ -187,7 +191,7 @@ class _Paper:
                 yield f"{batch['name']} lets {wanted - free + down} GPUs of {model} be missing"
         for name, (work, members) in self.items.items():
             pair = {members[0]["node"], work.get("stand_in")}
-            if len(pair) == 2 and pair <= set(batch["nodes"]) and not self._alone(batch):
+            if len(pair) == 2 and pair <= set(batch["nodes"]) and not self._alone(batch["nodes"]):
                 yield f"{batch['name']} has the node of {name} and its stand-in"
 
     def _swap(self) -> float:
