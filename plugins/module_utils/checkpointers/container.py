@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import suspend
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.carried import below
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
@@ -167,9 +168,10 @@ class Podman(Service):
 
     # -- the save
 
-    def dump(self, pids: Sequence[int], images: Path, timeout: float) -> Completed:
-        """Stop its processes, and have podman save them as they stand."""
-        for pid in pids:
+    def dump(self, members: Sequence[Mapping[str, Any]], images: Path, timeout: float) -> Completed:
+        """Stop its processes (``pid``, ``start``), and have podman save them as they stand. Who took the PID of one
+        that ended meanwhile goes on."""
+        for pid in suspend.same(members):
             os.kill(pid, signal.SIGSTOP)
         archive = images.parent / ARCHIVE
         return self.podman(

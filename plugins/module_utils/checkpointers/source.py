@@ -508,7 +508,8 @@ class Source(Common):
         self, work: Work, service: Podman, processes: Sequence[tree.Process], images: Path, size: int
     ) -> None:
         look = f"podman container checkpoint --export FILE --keep {service.container}"
-        done = service.dump([one.pid for one in processes], images, self._limits.by_size(size))
+        members = [{"pid": one.pid, "start": one.start} for one in processes]
+        done = service.dump(members, images, self._limits.by_size(size))
         if not done.ok:
             raise self._failed(work, "dump_failed", "dump", why(done, service.criu_log(done)), "rc 0", look)
         wanted = {f"checkpoint/core-{tree.inner_pid(one.pid, self._proc)}.img" for one in processes}

@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Callable
 
@@ -275,9 +276,21 @@ def pids_of(cgroup: str, sys_root: str = "/sys") -> list[int]:
     return sorted(found)
 
 
-def same(members: list[Said], proc: str = "/proc") -> list[int]:
+def same(members: Iterable[Mapping[str, Any]], proc: str = "/proc") -> list[int]:
     """PIDs of the members that are still the processes they were."""
     return [int(one["pid"]) for one in members if start_of(int(one["pid"]), proc) == one["start"]]
+
+
+_locks: set[int] = set()
+
+
+def _let_go() -> None:
+    """In a child that is forked: one that hangs in the driver for ever must not keep the locks of its parent."""
+    for descriptor in _locks:
+        os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @contextlib.contextmanager
@@ -287,6 +300,7 @@ def held(path: Path, timeout: float = 30.0) -> Any:
     :raises TimeoutError: if somebody else holds it for longer.
     """
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _locks.add(descriptor)
     deadline = time.monotonic() + timeout
     try:
         while True:
@@ -299,16 +313,27 @@ def held(path: Path, timeout: float = 30.0) -> Any:
                 time.sleep(0.05)
         yield
     finally:
+        _locks.discard(descriptor)
         os.close(descriptor)
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Replace a record in one step: it is as before or as now, also after a power cut or on a full disk."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "w") as stream:
-        json.dump(record, stream, indent=1, sort_keys=True)
-        stream.flush()
-        os.fsync(stream.fileno())
-    Path(name).replace(path)
+    try:
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump(record, stream, indent=1, sort_keys=True)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def read_record(path: Path) -> dict[str, Any]:

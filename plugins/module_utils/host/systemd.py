@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import NOT_FOUND_RC, Completed, Runner
+from ansible_collections.gpufleet.driver.plugins.module_utils.journal import atomic_write, sync
 
 PROPERTIES = (
     "Id",
@@ -260,23 +261,22 @@ class Hold:
         return sorted(path.parent.name[: -len(".d")] for path in self.directory.glob(f"*.d/{self.FILE}"))
 
     def missing(self, units: Iterable[str]) -> list[str]:
-        """Those of ``units`` that can be held and are not."""
-        return [unit for unit in units if _kind(unit) in _STARTABLE and not self._path(unit).exists()]
+        """Those of ``units`` that can be held and are not; a file that was cut off holds nothing."""
+        return [unit for unit in units if _kind(unit) in _STARTABLE and not self._holds(unit)]
 
     def loaded(self, unit: Unit) -> bool:
         """Whether the service manager knows of the hold on a unit that exists; if not, it needs a daemon-reload."""
         return not unit.present or str(self._path(unit.id)) in unit.drop_ins
 
     def place(self, units: Iterable[str]) -> list[str]:
-        """Put units on hold, whether they exist or not; the ones that were not yet."""
+        """Put units on hold, whether they exist or not, also through a power cut; the ones that were not yet."""
         new = self.missing(units)
         for unit in new:
             path = self._path(unit)
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            path.write_text(
-                f"# {self.reason}\n# Removing this file lets the unit start again.\n"
-                f"[Unit]\nConditionPathExists=!{path}\n"
-            )
+            text = f"# {self.reason}\n# Removing this file lets the unit start again.\n{self._condition(unit)}"
+            atomic_write(path, text.encode(), 0o644)
+            sync(path.parent.parent)
         return new
 
     def lift(self) -> list[str]:
@@ -293,6 +293,15 @@ class Hold:
 
     def _path(self, unit: str) -> Path:
         return self.directory / f"{unit}.d" / self.FILE
+
+    def _condition(self, unit: str) -> str:
+        return f"[Unit]\nConditionPathExists=!{self._path(unit)}\n"
+
+    def _holds(self, unit: str) -> bool:
+        try:
+            return self._path(unit).read_text(errors="replace").endswith(self._condition(unit))
+        except FileNotFoundError:
+            return False
 
 
 def in_order(distance: Mapping[str, int], named: Sequence[str]) -> list[str]:

@@ -7,12 +7,14 @@ tests/integration/moves/test_containers.py it is real."""
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import suspend
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import CheckpointError, Work
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import Podman
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
@@ -198,3 +200,19 @@ def test_a_declaration_that_cannot_work_is_refused(tmp_path: Path, work: Work, r
     assert [one.reason for one in backend.check(work)] == [reason]
     with pytest.raises(CheckpointError):
         backend.capture(work)
+
+
+@pytest.mark.parametrize(("reused", "stopped"), [(0, True), (1, False)])
+def test_who_took_the_pid_of_a_process_that_ended_is_not_stopped(tmp_path: Path, reused: int, stopped: bool) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        start = suspend.start_of(process.pid)
+        assert start
+        Podman(Engine().run, "podman:box").dump([{"pid": process.pid, "start": start - reused}], tmp_path / "i", 1)
+        if stopped:
+            while not suspend.stands_still(process.pid):
+                pass
+        assert suspend.stands_still(process.pid) == stopped
+    finally:
+        process.kill()
+        process.wait()

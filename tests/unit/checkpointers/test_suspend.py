@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from cuda_work import SCRIPT, Gpus, goes_on, uuid
 
+from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import suspend
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is needed to build the stand-in libcuda")
@@ -290,3 +291,41 @@ def test_a_driver_that_has_neither_is_said(gpus: Gpus, tmp_path: Path) -> None:
     said = gpus.ask("look", os.getpid())[os.getpid()]
     assert said["code"] == suspend.NO_CALL
     assert "cuda-checkpoint" in said["error"]
+
+
+def test_a_record_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(dummy: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    suspend.write_record(tmp_path / "work.json", {"state": "frozen"})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        suspend.write_record(tmp_path / "work.json", {"state": "published"})
+    assert suspend.read_record(tmp_path / "work.json") == {"state": "frozen"}
+    assert [path.name for path in tmp_path.iterdir()] == ["work.json"]
+
+
+def test_a_record_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    )
+    suspend.write_record(tmp_path / "work.json", {})
+    assert synced[-1] == str(tmp_path)
+
+
+def test_a_child_that_hangs_in_the_driver_does_not_keep_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "work.json"
+    with suspend.held(path):
+        assert execution.call(time.sleep, 0, timeout=30).ok
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        with pytest.raises(TimeoutError), suspend.held(path, 0.0):
+            pass
+    try:
+        with suspend.held(path, 10.0):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -191,3 +191,27 @@ def test_hold(tmp_path: Path) -> None:
     assert hold.lift() == ["a.service", "a.socket"]
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "a.service.d", tmp_path / "a.service.d/local.conf"]
     assert hold.lift() == []
+
+
+@pytest.mark.parametrize("left", ["", "# Because.\n", "[Unit]\nConditionPathExists=!/elsewhere\n", None])
+def test_a_hold_that_a_power_cut_or_a_full_disk_cut_off_is_placed_again(tmp_path: Path, left: str | None) -> None:
+    path = tmp_path / "a.service.d/zz-gpufleet-hold.conf"
+    if left is not None:
+        path.parent.mkdir()
+        path.write_text(left)
+    hold = Hold(tmp_path, "Because.")
+    assert hold.missing(["a.service"]) == ["a.service"]
+    assert hold.place(["a.service"]) == ["a.service"] and hold.missing(["a.service"]) == []
+    assert path.read_text().endswith(f"[Unit]\nConditionPathExists=!{path}\n")
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o644, 0o755)
+
+
+def test_a_hold_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file, its name, and the name of the directory that was made for it."""
+    synced: list[str] = []
+    monkeypatch.setattr(
+        "os.fsync", lambda descriptor: synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    )
+    Hold(tmp_path, "Because.").place(["a.service"])
+    content, *folders = synced
+    assert content.startswith(f"{tmp_path}/a.service.d/") and folders == [f"{tmp_path}/a.service.d", str(tmp_path)]
