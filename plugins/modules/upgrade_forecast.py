@@ -46,9 +46,9 @@ options:
     type: float
     default: 86400
   runs:
-    description: How many runs make up the forecast, from V(1) to V(1000).
+    description: How many runs make up the forecast, from V(1) to V(1000). V(0) is 20, or fewer in large fleets.
     type: int
-    default: 20
+    default: 0
   failure:
     description: The chance that the upgrade of a node fails and it goes back to its old driver, from V(0) to V(1).
     type: float
@@ -106,7 +106,7 @@ SPEC: dict[str, Any] = {
         "peers": {"type": "list", "elements": "str", "choices": list(PEERS), "default": list(PEERS)},
         "peer_parallel": {"type": "int", "default": 0},
         "drain_deadline": {"type": "float", "default": 86400},
-        "runs": {"type": "int", "default": 20},
+        "runs": {"type": "int", "default": 0},
         "failure": {"type": "float", "default": 0},
     },
     "mutually_exclusive": [("nodes", "snapshot")],

@@ -27,7 +27,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 from typing import Any
@@ -43,12 +43,15 @@ from .schedule import BLOCKED, COLD, MOVE, WAIT, play
 
 PEERS = ("operator", "drain_and_wait", "all_at_once")
 CAUSES = ("moves", "cold_starts", "no_room", "idle")
-_MOST_RUNS = 1000
+_MOST_RUNS, _FEWEST_RUNS = 1000, 3
+_WORK = 100_000
+"""Workloads that are played in all, unless the number of runs is given."""
 
 
 @dataclass(frozen=True)
 class Chances:
-    """How much runs differ. ``ends`` and ``swap`` are relative spreads; ``failure`` is a node's chance to fail."""
+    """How much ``runs`` differ; 0 lets :func:`beside` choose. ``ends`` and ``swap`` are relative spreads, ``failure`` a
+    node's chance to fail."""
 
     runs: int = 20
     ends: float = 0.1
@@ -202,6 +205,8 @@ def beside(
 
     :raises BadPolicy: if there is nothing to forecast: the plan is impossible, or does not fit the fleet.
     """
+    if not chances.runs:
+        chances = replace(chances, runs=max(_FEWEST_RUNS, min(Chances.runs, _WORK // (1 + len(snapshot.workloads)))))
     if not 1 <= chances.runs <= _MOST_RUNS or not 0 <= chances.failure <= 1:
         raise BadPolicy(f"runs must be from 1 to {_MOST_RUNS}, and failure a chance from 0 to 1")
     if parallel < 0 or not 0 <= drain_deadline < inf:
@@ -347,7 +352,9 @@ class _Rolling:
                 running -= 1
                 self.changes.append((now, index, False))
                 self.rooms.open([index])
-                self._settle_pending(now)
+                more = self.events[0] if self.events else None
+                if more is None or more[0] != now or more[2] != what:  # of nodes that are ready at once the last one
+                    self._settle_pending(now)
         for item, since in self.pending.items():
             self.lost["no_room"] += self.model.items[item].gpus * (now - since)
         return Run(

@@ -101,6 +101,11 @@ def disturbed(
     by_hand = [name for name, outcome in outcomes.items() if outcome == "skipped"]
     operated.cordon(*by_hand)
     variables |= {**run.variables, "gpu_batch_size": 6, "gpu_max_unavailable": 8}
+    if not killed:
+        foretold = run.fleet.play("plan", **variables)
+        assert foretold.rc == 0 and "operator: list order, some at a time, work evicted" in foretold.output, (
+            foretold.output
+        )
     playing = run.fleet.begin("upgrade", **variables)
     run.until("the canary is there", lambda: NEW in run.loaded().values())
     if killed:

@@ -76,6 +76,12 @@ def test_causes_add_up_to_what_is_lost_and_the_spread_has_it_within() -> None:
         assert 0 < told["failed_nodes"] < 32
 
 
+@pytest.mark.parametrize(("works", "runs"), [(4, 20), (10_000, 9), (60_000, 3)])
+def test_large_fleets_are_played_less_often(works: int, runs: int) -> None:
+    ended = tuple(workload(f"w{n}", "n0", gpus=0, remaining=0.0) for n in range(works))
+    assert len(forecast.beside(fleet_of(1, *ended), Policy(NEW), None, (), forecast.Chances(runs=0))[0].runs) == runs
+
+
 def one_node(**values: Any) -> tuple[fleet.Snapshot, Policy, plan.Plan]:
     work = workload("w", "a", gpus=8, start_cost=100.0, at_risk=900.0, **values)
     snapshot = fleet.Snapshot((node("a", free={"gpu": 0}),), (work,))
@@ -193,7 +199,7 @@ def test_examples_are_as_their_script_writes_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chances", "options", "message"),
     [
-        ({"runs": 0}, {}, "runs must be from 1 to 1000"),
+        ({"runs": -1}, {}, "runs must be from 1 to 1000"),
         ({"runs": 10**6}, {}, "runs must be from 1 to 1000"),
         ({"failure": 1.5}, {}, "failure a chance from 0 to 1"),
         ({"failure": float("nan")}, {}, "failure a chance from 0 to 1"),
