@@ -42,8 +42,7 @@ def canaries(model: Model, groups: Sequence[Group], uses: Mapping[Use, float]) -
     policy = model.policy
     first = [group for group in groups if group.due]
     if not isinstance(policy.canary, int):
-        names = set(policy.canary)
-        return [group for group in groups if group.due or names & {model.nodes[n].name for n in group.nodes}]
+        return [group for group in groups if group.due or _is_canary(model, group, policy.canary)]
     used = Counter[Use]()
     for group in first:
         used.update(group.uses)
@@ -70,6 +69,21 @@ def canaries(model: Model, groups: Sequence[Group], uses: Mapping[Use, float]) -
                 room -= len(group.nodes)
                 wanted -= len(group.nodes)
     return first
+
+
+def _is_canary(model: Model, group: Group, canary: Sequence[str]) -> bool:
+    """Whether one of a group's nodes is among those named as ``canary``.
+
+    :raises BadPolicy: if another one is of the reserve.
+    """
+    names = [model.nodes[number].name for number in group.nodes]
+    first, last = ([name for name in names if name in listed] for listed in (canary, model.policy.reserve))
+    if first and last:
+        raise BadPolicy(
+            f"{first[0]} is a canary and {last[0]} of the reserve, and they are upgraded together: choose another "
+            "canary, or leave the kind of their domain out of keep_together to let it be split"
+        )
+    return bool(first)
 
 
 def _units(model: Model, groups: Sequence[Group], limit: int) -> list[list[Group]]:

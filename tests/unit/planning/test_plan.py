@@ -493,6 +493,8 @@ def test_the_reserve_gives_no_canary() -> None:
     assert plan.make(fleet_of(4), Policy(NEW, reserve=("n0", "n1"))).canary == ("n2",)
     with pytest.raises(BadPolicy, match="n0 is both a canary"):
         plan.make(fleet_of(4), Policy(NEW, reserve=("n0",), canary=("n0",)))
+    with pytest.raises(BadPolicy, match="n1 is a canary and n0 of the reserve, and they are upgraded together"):
+        plan.make(fleet_of(4, domains={"imex": "d"}), Policy(NEW, reserve=("n0",), canary=("n1",)))
 
 
 def test_free_gpus_of_a_cordoned_node_are_no_room_for_the_queue() -> None:
