@@ -17,6 +17,8 @@ class FilterModule:
             "reasons": account.reasons,
             "next_steps": account.next_steps,
             "moves": account.moves,
+            "started_with": account.started_with,
+            "status_lines": account.status_lines,
             "outcomes": account.outcomes,
             "doubles": account.doubles,
             "driver_versions": account.driver_versions,

@@ -11,6 +11,7 @@ Private to this collection: may change in any release.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -91,7 +92,7 @@ def next_steps(
 
     :param nodes: the lines of the report, with name and outcome
     :param playbook: what ran: upgrade, rollback or recover
-    :param command: how it was started, without the playbook's name and ``gpu_hosts``: ``-i inventory.yml -e …``
+    :param command: how it was started, without the playbook's name and ``gpu_hosts``, quoted: ``-i inventory.yml -e …``
     :param hosts: the ``gpu_hosts`` that it was started with, if any
     """
 
@@ -101,7 +102,11 @@ def next_steps(
 
     def typed(name: str, names: Sequence[str]) -> str:
         whom = ",".join(names) or hosts
-        parts = (f"ansible-playbook gpufleet.driver.{name}", command, f"-e gpu_hosts={whom}" if whom else "")
+        parts = (
+            f"ansible-playbook gpufleet.driver.{name}",
+            command,
+            shlex.join(("-e", f"gpu_hosts={whom}")) if whom else "",
+        )
         return " ".join(part for part in parts if part)
 
     steps = []
@@ -121,6 +126,17 @@ def next_steps(
         first = "when that is done, " if steps else ""
         steps.append({"say": f"{first}go on with the other {len(waiting)}", "command": typed(playbook, ())})
     return steps
+
+
+def started_with(inventories: Iterable[str], settings: Mapping[str, Any]) -> str:
+    """The part of a command to type that says of what inventories and with what settings; one without a value is left
+    out."""
+    words: list[str] = []
+    for inventory in inventories:
+        words += ["-i", str(inventory)]
+    for name, value in settings.items():
+        words += ["-e", f"{name}={value}"] if value else []
+    return shlex.join(words)
 
 
 def outcomes(
@@ -248,6 +264,87 @@ def _told(line: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     back = ((known.get("__uncordon_result") or {}).get("nodes") or {}).get(line["name"]) or {}
     stays = "" if back.get("failed", True) else back["msg"]
     return {**line, "outcome": line["outcome"].replace("_", " "), "journal": kept, "moves": moved, "stays": stays}
+
+
+def status_lines(
+    nodes: Sequence[Mapping[str, Any]], service: Mapping[str, Any], inventories: Sequence[str] = ()
+) -> list[str]:
+    """Where every node stands, as a table, and below it why, what is locked, what is out of service, and what to type.
+
+    :param nodes: what was found of each node (``gpu_node``)
+    :param service: what module ``node_cordon`` said of them in check mode
+    :param inventories: those that the playbook was started with
+    """
+    wide = max(len(str(name)) for name in ("node", *(node["name"] for node in nodes)))
+
+    def row(name: Any, loaded: str, installed: str, library: str, gpus: Any, run: str) -> str:
+        return f"{name:<{wide}}  {loaded:<12}  {installed:<12}  {library:<12}  {gpus:>4}  {run}"
+
+    out = [row("node", "loaded", "installed", "library", "GPUs", "last run")]
+    for node in nodes:
+        loaded, installed, library = (node[of] or "-" for of in ("loaded", "installed", "library"))
+        out.append(row(node["name"], loaded, installed, library, len(node["gpus"]), _last_run(node)))
+    whys = [{"name": node["name"], "reason": (node["outcome"] or {}).get("reason")} for node in nodes]
+    out += [f"why: {group['text']}" for group in grouped(whys)]
+    out += [f"now: {group['text']}" for group in grouped(nodes)]
+    out += _locks(node["lock"] for node in nodes if node.get("lock"))
+    if "foreign_nodes" not in service:
+        out.append(f"out of service: the scheduler could not be asked: {service.get('msg', 'no message')}")
+    out += [f"out of service: {service['nodes'][name]['msg']}" for name in service.get("foreign_nodes", ())]
+    silent = ", ".join(str(node["name"]) for node in nodes if not node["seen"])
+    if silent:
+        out.append(
+            f"next: {silent}: mend what is said above, then ask for the status again; "
+            "recover brings back what was left behind"
+        )
+    interrupted = [node for node in nodes if node["unfinished"] and not node["at_work"]]
+    looked_at = [node for node in nodes if not node["unfinished"] and (node["outcome"] or {}).get("name") in _LOOK]
+    go_on = "if no run is at work any more, run the upgrade again, which goes on with them, or bring them back"
+    runs = sorted({str(node["run"]["id"]) for node in interrupted})
+    settings = {"gpu_lock_takeover": runs[0]} if len(runs) == 1 else {}
+    out += _bring_back(interrupted, f"{len(interrupted)} interrupted: {go_on}", inventories, settings)
+    out += _bring_back(looked_at, f"{len(looked_at)} quarantined: look at them, then bring them back", inventories, {})
+    return out
+
+
+def _last_run(node: Mapping[str, Any]) -> str:
+    run, outcome = node["run"], node["outcome"] or {}
+    if not run:
+        return "none" if node["seen"] else "unknown"
+    which = f"{run['id']} to {run['target']}"
+    if run.get("given_up"):
+        which += f" (gave up {', '.join(run['given_up'])})"
+    if node["at_work"]:
+        return f"{which}: still at work"
+    if node["unfinished"]:
+        return f"{which}: interrupted " + (f"after or in {node['step']}" if node["step"] else "at the beginning")
+    if outcome.get("name") == "rolled_back":
+        return f"{which}: rolled back to {run.get('previous') or 'what it had'}"
+    return f"{which}: {outcome['name'].replace('_', ' ')}" if outcome else which
+
+
+def _locks(locks: Iterable[Mapping[str, Any]]) -> list[str]:
+    locks = list(locks)
+    over = {run for lock in locks for run in lock.get("ended") or ()}
+    leases = {lock["lease"]["run_id"]: lock["lease"] for lock in reversed(locks) if lock.get("lease")}
+    out = [
+        f"locked: the fleet is run {run}'s, of {lease['holder']}; if that is no longer at work, "
+        f"another may have the fleet with -e gpu_lock_takeover={run}"
+        for run, lease in sorted(leases.items())
+        if run not in over
+    ]
+    return out + [f"lock: {error}" for error in dict.fromkeys(lock["error"] for lock in locks if "error" in lock)]
+
+
+def _bring_back(
+    nodes: Sequence[Mapping[str, Any]], say: str, inventories: Sequence[str], settings: Mapping[str, str]
+) -> list[str]:
+    if not nodes:
+        return []
+    ways = " or ".join(dict.fromkeys(str(node["run"]["previous"]) for node in nodes if node["run"].get("previous")))
+    hosts = ",".join(str(node["name"]) for node in nodes)
+    command = f"ansible-playbook gpufleet.driver.recover {started_with(inventories, {'gpu_hosts': hosts, **settings})}"
+    return [f"next: {say}{f', to {ways}' if ways else ''}:", f"      {command}"]
 
 
 _ENDED = {

@@ -3,9 +3,11 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import account
 
@@ -109,6 +111,13 @@ def test_next_steps_cover_all_nodes_in_the_order_to_type_them() -> None:
             "ansible-playbook gpufleet.driver.upgrade -i inv -e gpu_driver_version=5 -e gpu_hosts=rack7",
         ),
     ]
+
+
+def test_commands_to_type_survive_a_shell() -> None:
+    started = account.started_with(["my hosts.yml"], {"gpu_driver_version": "5", "gpu_lock_takeover": ""})
+    assert started == "-i 'my hosts.yml' -e gpu_driver_version=5"
+    (step,) = account.next_steps(lines(g1="not started"), "upgrade", started, hosts="rack7:!g2")
+    assert step["command"] == f"ansible-playbook gpufleet.driver.upgrade {started} -e 'gpu_hosts=rack7:!g2'"
 
 
 @pytest.mark.parametrize(
@@ -436,3 +445,71 @@ def test_what_became_of_nodes_and_which_driver_they_have() -> None:
     gone_on_with = [{**node, "previous": "525.1"} for node in nodes]
     assert account.driver_versions(gone_on_with, hostvars, "550.1") == {"a": "550.1", "b": "525.1", "c": None}
     assert account.driver_versions(nodes, hostvars, "550.1") == {"a": "550.1", "b": "535.2", "c": None}
+
+
+LOOKS = Path(__file__).resolve().parents[2] / "playbooks/tasks"
+
+
+def looked(file: str, **found: Any) -> dict[str, Any]:
+    """What a way of looking at a node tells of it: with its keys, and the values of a node that says nothing."""
+    text = yaml.safe_load((LOOKS / "look.yml").read_text())[1]["rescue"][0]["ansible.builtin.set_fact"]["gpu_node"]
+    tasks = yaml.safe_load((LOOKS / file).read_text())
+    keys = text if file == "look.yml" else tasks[1]["ansible.builtin.set_fact"]["gpu_node"]
+    known = {**text, "seen": file != "look.yml", "reason": "", "lock": {}, "machine": "", **found}
+    return {key: known[key] for key in keys}
+
+
+RUN = {"id": "r1", "target": "550.90.07", "previous": "535.1"}
+SERVICE: dict[str, Any] = {"foreign_nodes": ["n1"], "nodes": {"n1": {"msg": "n1: drained by root"}}}
+
+
+@pytest.mark.parametrize("file", ["look_host.yml", "look_gpu_operator.yml"])
+def test_status_tells_of_interrupted_nodes_however_they_were_looked_at(file: str) -> None:
+    found = {"run": RUN, "unfinished": True, "loaded": "535.1", "gpus": ["L40S"], "step": "packages"}
+    node = looked(file, name="n1", **found)
+    silent = looked("look.yml", name="gpu-22", reason="does not answer")
+    assert account.status_lines([node, silent], SERVICE, ["my hosts.yml"]) == [
+        "node    loaded        installed     library       GPUs  last run",
+        "n1      535.1         -             -                1  r1 to 550.90.07: interrupted after or in packages",
+        "gpu-22  -             -             -                0  unknown",
+        "now: gpu-22: does not answer",
+        "out of service: n1: drained by root",
+        "next: gpu-22: mend what is said above, then ask for the status again; "
+        "recover brings back what was left behind",
+        "next: 1 interrupted: if no run is at work any more, run the upgrade again, which goes on with them, "
+        "or bring them back, to 535.1:",
+        "      ansible-playbook gpufleet.driver.recover -i 'my hosts.yml' -e gpu_hosts=n1 -e gpu_lock_takeover=r1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "last", "below"),
+    [
+        ({}, "none", []),
+        ({"run": {**RUN, "given_up": ["r0"]}, "outcome": {"name": "upgraded"}}, "(gave up r0): upgraded", []),
+        ({"run": RUN, "outcome": {"name": "rolled_back", "reason": "x"}}, "rolled back to 535.1", ["why: n1: x"]),
+        ({"run": RUN, "unfinished": True}, "interrupted at the beginning", ["next: 1 interrupted", "      ansible"]),
+        ({"run": RUN, "unfinished": True, "at_work": True}, "still at work", []),
+        (
+            {"run": RUN, "outcome": {"name": "quarantined", "reason": "no GPU"}},
+            "quarantined",
+            ["why: n1: no GPU", "next: 1 quarantined: look at them, then bring them back, to 535.1:", "      ansible"],
+        ),
+        (
+            {"lock": {"lease": {"run_id": "r2", "holder": "me@here"}, "ended": ["r1"]}},
+            "none",
+            ["locked: the fleet is run r2's, of me@here; if"],
+        ),
+        ({"lock": {"lease": {"run_id": "r2", "holder": "me@here"}, "ended": ["r2"]}}, "none", []),
+        ({"lock": {"error": "damaged"}}, "none", ["lock: damaged"]),
+    ],
+)
+def test_status_of_a_node(found: dict[str, Any], last: str, below: list[str]) -> None:
+    dummy, row, *rest = account.status_lines([looked("look_host.yml", name="n1", **found)], {"foreign_nodes": []})
+    assert row.endswith(last)
+    assert [one.startswith(start) for one, start in zip(rest, below, strict=True)] == [True] * len(below)
+
+
+def test_status_says_that_the_scheduler_could_not_be_asked() -> None:
+    said = account.status_lines([looked("look_host.yml", name="n1")], {"msg": "no answer"})
+    assert said[-1] == "out of service: the scheduler could not be asked: no answer"
