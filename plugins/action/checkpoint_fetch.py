@@ -12,23 +12,23 @@ from __future__ import annotations
 from typing import Any
 
 from ansible.errors import AnsibleConnectionFailure, AnsibleError
-from ansible.plugins.action import ActionBase
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact
-from ansible_collections.gpufleet.driver.plugins.plugin_utils.nodes import Nodes
+from ansible_collections.gpufleet.driver.plugins.plugin_utils.nodes import NodesAction
 
 
-class ActionModule(ActionBase):
+class ActionModule(NodesAction):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         variables = task_vars or {}
         result: dict[str, Any] = super().run(None, variables)
         args = {"store": "/var/lib/gpufleet/store", **self._task.args}
-        node = str(variables.get("inventory_hostname"))
+        every = self.nodes(variables)
+        node = every.own
         missing = [key for key in ("artefact", "source") if not args.get(key)]
         if missing:
             return {**result, "failed": True, "msg": f"missing required arguments: {', '.join(missing)}"}
         try:
-            return {**result, **Nodes(self, variables).fetch(node, args)}
+            return {**result, **every.fetch(node, args)}
         except AnsibleConnectionFailure as exc:
             return {
                 **result,

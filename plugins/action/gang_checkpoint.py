@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible.errors import AnsibleConnectionFailure, AnsibleError
-from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import gang
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.moving import NodeLost
-from ansible_collections.gpufleet.driver.plugins.plugin_utils.nodes import SAVING, Nodes
+from ansible_collections.gpufleet.driver.plugins.plugin_utils.nodes import SAVING, NodesAction
 
 ARGUMENTS: dict[str, Any] = {
     "members": {
@@ -30,7 +29,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-class ActionModule(ActionBase):
+class ActionModule(NodesAction):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         variables = task_vars or {}
         result: dict[str, Any] = super().run(None, variables)
@@ -41,7 +40,7 @@ class ActionModule(ActionBase):
             return {**result, "failed": True, "msg": f"a workload of {unnamed[0]} has no name"}
         if len({one.name for one in members}) < len(members):
             return {**result, "failed": True, "msg": "two members have the same name; each needs one of its own"}
-        every = Nodes(self, variables)
+        every = self.nodes(variables)
 
         def call(name: str, options: Mapping[str, Any], only_look: bool) -> Mapping[str, Any]:
             held, self._task.check_mode = self._task.check_mode, only_look

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible.errors import AnsibleConnectionFailure, AnsibleError
-from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import moving
@@ -25,13 +24,14 @@ _DECLARED = ("name", "unit", "container", "engine", "ready", "ready_timeout", "s
 _GUESTS = ("running", "leaving", "left")
 
 
-class ActionModule(ActionBase):
+class ActionModule(nodes.NodesAction):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         variables = task_vars or {}
         result: dict[str, Any] = super().run(None, variables)
         args = self.validate_argument_spec(ARGUMENTS)[1]
         workloads = [_about_saving(one) for one in args["workloads"] if one.get("save")]
-        node = str(variables.get("inventory_hostname"))
+        every = self.nodes(variables)
+        node = every.own
         here = {"options": {key: args[key] for key in _ALL if args[key] is not None}}
         terms = moving.Terms(
             shared=args["shared"],
@@ -51,7 +51,6 @@ class ActionModule(ActionBase):
             },
             **here,
         )
-        every = nodes.Nodes(self, variables)
 
         def call(name: str, module: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
             try:

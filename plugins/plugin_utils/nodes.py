@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ansible import constants as C
-from ansible.errors import AnsibleError
+from ansible.errors import AnsibleConnectionFailure, AnsibleError
+from ansible.plugins.action import ActionBase
 from ansible.plugins.loader import become_loader, connection_loader
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact
@@ -33,14 +35,41 @@ SAVING: Mapping[str, Any] = {
 """Options of every module that saves work of several nodes."""
 
 
+class NodesAction(ActionBase):
+    """An action that reaches several nodes, and leaves no files for its modules on any."""
+
+    _nodes: Nodes | None = None
+
+    def nodes(self, variables: Mapping[str, Any]) -> Nodes:
+        """The nodes, by the variables of the task."""
+        self._nodes = Nodes(self, variables)
+        return self._nodes
+
+    def cleanup(self, force: bool = False) -> None:
+        if self._nodes:
+            self._nodes.tidy()
+        super().cleanup(force)
+
+
 class Nodes:
-    """The nodes as ``action``'s task reaches them; the node of the task itself is one."""
+    """The nodes as ``action``'s task reaches them. ``own`` is the one that it is for, or to which it is delegated."""
 
     def __init__(self, action: Any, variables: Mapping[str, Any]) -> None:
         self._action = action
         self._variables = variables
-        self._own = str(variables.get("inventory_hostname"))
-        self._connections: dict[str, Any] = {self._own: action._connection}
+        self.own = str(action._task.delegate_to or variables.get("inventory_hostname"))
+        self._connections: dict[str, Any] = {self.own: action._connection}
+        self._silent: set[str] = set()
+
+    def tidy(self) -> None:
+        """Remove the directories for temporary files on the other nodes, as Ansible does on the task's own. One that
+        has stopped answering keeps its own."""
+        held = self._action._connection
+        for name in self._connections.keys() - self._silent - {self.own}:
+            self._action._connection = self._connections[name]
+            with suppress(AnsibleConnectionFailure):
+                self._action._remove_tmp_path(self._action._connection._shell.tmpdir)
+        self._action._connection = held
 
     def _about(self, name: str) -> Any:
         if name not in self._variables["hostvars"]:
@@ -78,9 +107,11 @@ class Nodes:
         :raises AnsibleConnectionFailure: if the node does not answer.
         """
         variables = self._variables
-        if name != self._own:
+        if name != self.own:
             about = self._about(name)
             variables = {key: about[key] for key in about if key.startswith(("ansible_", "inventory_"))}
+            # where the task is delegated, Ansible looks for the interpreter there
+            variables["ansible_delegated_vars"] = {self.own: variables.copy()}
         held, self._action._connection = self._action._connection, self._connection(name)
         try:
             return dict(
@@ -88,6 +119,9 @@ class Nodes:
                     module_name=f"{_COLLECTION}.{module}", module_args=dict(options), task_vars=variables
                 )
             )
+        except AnsibleConnectionFailure:
+            self._silent.add(name)
+            raise
         finally:
             self._action._connection = held
 

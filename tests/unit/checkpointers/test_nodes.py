@@ -50,7 +50,8 @@ class Connection:
 
 def test_what_is_saved_is_shown_at_no_verbosity() -> None:
     connection = Connection()
-    nodes = Nodes(type("Action", (), {"_connection": connection}), {"inventory_hostname": "one"})
+    task = type("Task", (), {"delegate_to": None})
+    nodes = Nodes(type("Action", (), {"_connection": connection, "_task": task}), {"inventory_hostname": "one"})
     assert nodes.tell("one", ["cat"]) == b"memory"
     assert connection.hidden == [True] and not connection._play_context.no_log
 
@@ -86,3 +87,49 @@ def test_an_artefact_arrives_whole(tmp_path: Path, broken: bool) -> None:
     assert '"changed": false' in fetch("--check").stdout
     options["artefact"] = "save-2"
     assert "FAILED" in fetch("--check").stdout, "there is no such save"
+
+
+SSH = """#!/bin/sh
+for command; do :; done
+echo "{name} $command" >> {log}
+exec sh -c "$command"
+"""
+PLAY = """
+- hosts: one
+  gather_facts: false
+  tasks:
+    - gpufleet.driver.checkpoint_fetch: {{artefact: save-1, source: one, source_store: {here}, store: {there}}}
+      delegate_to: two
+    - gpufleet.driver.gang_checkpoint:
+        members: [{{node: three, workload: {{name: x, unit: none.service}}}}]
+        store: {here}
+        state_dir: {here}/state
+      delegate_to: two
+      ignore_errors: true
+"""
+
+
+def test_each_end_is_reached_over_its_own_connection_also_where_the_task_is_delegated(tmp_path: Path) -> None:
+    """And no directory for temporary files is left, on whichever node a module ran."""
+    here, log = tmp_path / "here", tmp_path / "log"
+    (artefact.stage(here, "save-1") / "state").write_text("7")
+    artefact.publish(here / ".stage-save-1", "save-1", {})
+    hosts = {}
+    for name in ("one", "two", "three"):
+        ssh = tmp_path / f"ssh-{name}"
+        ssh.write_text(SSH.format(name=name, log=log))
+        ssh.chmod(0o700)
+        hosts[name] = {"ansible_ssh_executable": str(ssh), "ansible_remote_tmp": str(tmp_path / f"tmp-{name}")}
+    own = {"ansible_python_interpreter": sys.executable, "ansible_ssh_transfer_method": "piped"}
+    own |= {"ansible_pipelining": False}
+    (tmp_path / "inventory.yml").write_text(json.dumps({"all": {"hosts": hosts, "vars": own}}))
+    (tmp_path / "play.yml").write_text(PLAY.format(here=here, there=tmp_path / "there"))
+    command = ["ansible-playbook", "-i", str(tmp_path / "inventory.yml"), str(tmp_path / "play.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert artefact.verify(tmp_path / "there", "save-1") == []
+    lines = log.read_text().splitlines()
+    assert {line.split()[0] for line in lines if f"cat {here}/save-1" in line} == {"one"}
+    assert {line.split()[0] for line in lines if "AnsiballZ_checkpoint_fetch.py" in line} == {"two"}
+    assert {line.split()[0] for line in lines if "AnsiballZ_workload_checkpoint.py" in line} == {"three"}
+    assert [path.name for path in tmp_path.glob("tmp-*/*")] == []
