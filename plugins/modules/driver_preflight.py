@@ -12,8 +12,8 @@ description:
   - Works out the one package transaction that would bring the node's whole driver to O(version), simulates it, and
     judges everything that could stop it - packages, holds, repositories, the way back, kernels and their headers,
     space, Secure Boot, and whether the branch drives the GPUs.
-  - Changes nothing and never fails because of what it finds; see RV(ready) and RV(findings). It fails where the
-    question makes no sense, for example where another method installed the driver.
+  - Changes nothing but, with O(update_cache), the package lists. Never fails because of what it finds; see RV(ready)
+    and RV(findings). It fails where the question makes no sense, for example where another method installed the driver.
 author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
@@ -26,7 +26,8 @@ options:
     required: true
   update_cache:
     description:
-      - Refresh the package lists first. Without it, a version published since the last refresh is not seen.
+      - Refresh the package lists first, though not in check mode.
+      - Without it, a version published since the last refresh is not seen.
     type: bool
     default: false
 seealso:
@@ -162,7 +163,7 @@ def main() -> None:
 
     try:
         source = options.source_for(module.params, execution.run)
-        stale = source.update() if module.params["update_cache"] else None
+        stale = source.update() if module.params["update_cache"] and not module.check_mode else None
         found = preflight(
             source,
             Journal.open(module.params["state_dir"], read_only=True),
