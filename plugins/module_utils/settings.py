@@ -18,6 +18,8 @@ from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 _OF_TYPE = ("type", "elements", "choices", "options", "required_one_of")
 """What of an option is checked before anything is touched; whether it is required is for its role to say."""
 
+_EMPTY = {"list": " ([] for none)", "dict": " ({} for none)", "str": " ('' for none)", "path": " ('' for none)"}
+
 _PLAIN = re.compile(r"\w[\w.:-]*\Z")
 
 
@@ -37,10 +39,14 @@ def wrong(values: Mapping[str, Any], spec: Mapping[str, Any], node: str) -> list
     :param spec: their argument spec, as of :func:`of_roles`
     :param node: the name the inventory has for the node
     """
+    nothing = [name for name, value in values.items() if value is None]
     texts = [name for name, value in values.items() if isinstance(value, str) and spec[name].get("elements") == "dict"]
-    rest = {name: value for name, value in values.items() if name not in texts}
+    rest = {name: value for name, value in values.items() if name not in (*nothing, *texts)}
     checked = ArgumentSpecValidator({name: dict(spec[name]) for name in rest}).validate(plain(rest))
-    found = [f"{name} is text and not a list: give it as JSON, -e '{{\"{name}\": [...]}}'" for name in texts]
+    found = [
+        f"{name} is null: give it a value{_EMPTY.get(spec[name]['type'], '')}, or leave it out" for name in nothing
+    ]
+    found += [f"{name} is text and not a list: give it as JSON, -e '{{\"{name}\": [...]}}'" for name in texts]
     found += checked.error_messages
     if not _PLAIN.match(node):
         found.append(
@@ -67,9 +73,13 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
-def misspelt(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Of ``names``, those that are not known but nearly so: ``gpu_canery (did you mean gpu_canary?)``."""
+def misspelt(names: Iterable[str], known: Iterable[str], own: str | Iterable[str] = ()) -> list[str]:
+    """Of ``names``, those that are not known but nearly so: ``gpu_canery (did you mean gpu_canary?)``.
+
+    :param own: names that somebody else has given to variables of theirs; a text has commas between them
+    """
     right = sorted(known)
-    unknown = sorted(set(names) - set(right))
+    theirs = {name.strip() for name in (own.split(",") if isinstance(own, str) else own)}
+    unknown = sorted(set(names) - set(right) - theirs)
     near = ((name, get_close_matches(name, right, 1, 0.85)) for name in unknown)
     return [f"{name} (did you mean {close[0]}?)" for name, close in near if close]

@@ -34,7 +34,10 @@ SPEC = {
     ("values", "told"),
     [
         ({}, []),
-        ({"gpu_lock_ttl": None, "gpu_workloads": None}, []),
+        (
+            {"gpu_lock_ttl": None, "gpu_workloads": None},
+            ["gpu_lock_ttl is null: give it a value, or", "gpu_workloads is null: give it a value ([] for none), or"],
+        ),
         ({"gpu_lock_ttl": 0, "gpu_batch_seconds": "1.5", "gpu_state_dir": "/var"}, []),
         ({"gpu_lock_ttl": ""}, ["gpu_lock_ttl"]),
         ({"gpu_lock_ttl": "-1"}, ["gpu_lock_ttl is -1, expected 0 or more"]),
@@ -66,7 +69,7 @@ def test_names_that_a_command_line_would_misread(node: str) -> None:
 
 def test_misspelt_settings_are_found_and_names_of_others_are_not() -> None:
     known = ["gpu_canary", "gpu_max_failed", "gpu_hosts"]
-    assert settings.misspelt(["gpu_canery", "gpu_hosts", "gpu_model", "gpu_max_faild"], known) == [
-        "gpu_canery (did you mean gpu_canary?)",
-        "gpu_max_faild (did you mean gpu_max_failed?)",
-    ]
+    names = ["gpu_canery", "gpu_hosts", "gpu_model", "gpu_host", "gpu_max_faild"]
+    told = ["gpu_canery (did you mean gpu_canary?)", "gpu_host (did you mean gpu_hosts?)"]
+    assert settings.misspelt(names, known, ["gpu_max_faild"]) == told
+    assert settings.misspelt(names, known, "gpu_max_faild, gpu_canery,gpu_host") == []
