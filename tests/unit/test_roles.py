@@ -64,7 +64,7 @@ def test_numbers_and_truths_given_on_the_command_line_are_converted() -> None:
     alone = re.compile(r"( \| default\(.*\))? }}")
     wrong = []
     options = settings.of_roles(load(path) for path in TOP.glob("roles/*/meta/argument_specs.yml"))
-    options |= load(TOP / "playbooks/tasks/settings.yml")[0]["vars"]["__settings_of_playbooks"]
+    options |= load(TOP / "playbooks/vars/settings.yml")
     typed = "|".join(name for name, option in options.items() if option["type"] in ("int", "float", "bool"))
     for path in (*TOP.glob("roles/*/tasks/*.yml"), *TOP.glob("playbooks/**/*.yml")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -82,6 +82,18 @@ def test_action_groups_are_what_the_modules_say() -> None:
         for group in re.findall(r"^  - gpufleet\.driver\.attributes\.(fleet|node)$", path.read_text(), re.MULTILINE):
             said[group].add(path.stem)
     assert {name: set(members) for name, members in groups.items()} == said
+
+
+def test_what_a_play_goes_by_is_not_a_variable_of_its_nodes() -> None:
+    """None of them is known when a play begins: what the inventory sets for the nodes would be without effect."""
+    for path in TOP.glob("playbooks/*.yml"):
+        for play in load(path):
+            assert str(play.get("serial", "{{ hostvars['localhost'].")).startswith("{{ hostvars['localhost']."), path
+
+
+def test_the_settings_of_the_playbooks_are_documented() -> None:
+    rows = re.findall(r"^\| `(gpu_\w+)` \|", (TOP / "docs/variables.md").read_text(), re.MULTILINE)
+    assert rows == sorted(load(TOP / "playbooks/vars/settings.yml"))
 
 
 def test_the_settings_of_every_role_are_checked_before_anything_is_touched() -> None:

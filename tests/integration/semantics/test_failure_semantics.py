@@ -9,6 +9,7 @@ that a part here has become needless.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -230,6 +231,27 @@ def test_nothing_to_bring_back_is_no_error(play: Callable, tmp_path: Path) -> No
     assert "No node of 'a' that answered was upgraded since it last went back" in played.output
 
 
+def test_what_a_run_is_refused_for(play: Callable, tmp_path: Path) -> None:
+    """None of these is played with other nodes than were meant, nor stopped by a variable of somebody else."""
+    status = "- ansible.builtin.import_playbook: gpufleet.driver.status\n"
+    rollback = "- ansible.builtin.import_playbook: gpufleet.driver.rollback\n"
+    common = json.dumps(
+        {"gpu_state_dir": f"{tmp_path}/state", "ansible_become": False, "gpu_report_dir": f"{tmp_path}"}
+    )
+    cut = play(status, "-e", common, "--limit", "gpu_nodes:!d")
+    assert cut.rc != 0 and "Say -e gpu_hosts='gpu_nodes:!d' instead" in cut.output, cut.output[-3000:]
+    whole = play(status, "-e", common, "-e", "gpu_hosts=a", "--limit", "a:localhost")
+    assert whole.rc == 0 and '"a ' in whole.output, whole.output[-3000:]
+    model = play(rollback, "-e", common, "-e", "gpu_hosts=a gpu_model=H100")
+    assert model.rc != 0 and "(did you mean gpu_models?); if it is a variable of your own" in model.output
+    ours = play(rollback, "-e", common, "-e", "gpu_hosts=a gpu_model=H100 gpu_own_variables=gpu_model")
+    assert ours.rc == 0, ours.output[-3000:]
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/all.yml").write_text("gpu_hosts: a")
+    told = play(rollback, "-e", common)
+    assert told.rc != 0 and "the inventory sets gpu_hosts, where no play sees it" in told.output, told.output[-3000:]
+
+
 @pytest.mark.parametrize("size", ["0", "-1", "0%", "150%", "two"])
 def test_batches_that_are_none_are_refused(play: Callable, tmp_path: Path, size: str) -> None:
     """Ansible takes 0 for all nodes at once."""
@@ -298,7 +320,8 @@ def test_only_the_run_that_has_the_fleet_settles(play: Callable, tmp_path: Path,
     played = play(
         ASK
         + f"""
-    - ansible.builtin.set_fact: {{gpu_run: r1, gpu_lock_keepers: [localhost, login], gpu_state_dir: {tmp_path}/state}}
+    - ansible.builtin.set_fact:
+        {{gpu_run: r1, gpu_lock_keepers: [localhost, login], gpu_lock_lasts: 600, gpu_state_dir: {tmp_path}/state}}
     - gpufleet.driver.fleet_lock: {{state: held, run_id: {holder}, state_dir: "{{{{ gpu_state_dir }}}}"}}
     - {{ansible.builtin.set_fact: {{gpu_lock_answer: {{lock: {{run_id: r1}}}}}}, loop: [localhost, login],
        delegate_to: "{{{{ item }}}}", delegate_facts: true}}
