@@ -24,8 +24,7 @@ def settings() -> set[str]:
     found: set[str] = {"gpu_hosts", "gpu_snapshot"}
     for path in TOP.glob("roles/*/meta/argument_specs.yml"):
         found |= set(yaml.safe_load(path.read_text())["argument_specs"]["main"]["options"])
-    tasks = yaml.safe_load((TOP / "playbooks/tasks/settings.yml").read_text())
-    return found | set(tasks[0]["vars"]["__settings_of_playbooks"])
+    return found | set(yaml.safe_load((TOP / "playbooks/vars/settings.yml").read_text()))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
