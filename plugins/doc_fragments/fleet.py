@@ -8,6 +8,8 @@ from __future__ import annotations
 
 class ModuleDocFragment:
     DOCUMENTATION = r"""
+requirements:
+  - kubernetes (the Python package), with O(scheduler=kubernetes), on the machine where the module runs
 options:
   scheduler:
     description:

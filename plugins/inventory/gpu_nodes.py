@@ -18,6 +18,8 @@ description:
     (what the cluster says, which may be old or null), C(domains), C(schedulable), C(cordoned_by) and C(needs_upgrade).
   - For V(kubernetes), C(ansible_host) is the node's internal address.
 author: gpufleet.driver contributors (@gpufleet)
+requirements:
+  - kubernetes (the Python package), with O(source=kubernetes)
 extends_documentation_fragment:
   - constructed
   - inventory_cache

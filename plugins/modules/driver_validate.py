@@ -21,11 +21,13 @@ extends_documentation_fragment:
   - gpufleet.driver.node
 attributes:
   check_mode:
-    support: full
+    support: partial
+    details: O(command) and O(benchmark_command), which may change something, are not run.
   diff_mode:
     support: none
   idempotent:
-    support: full
+    support: partial
+    details: With O(baseline=recorded) and no run under way in the journal, each run keeps its own measurements.
 options:
   version:
     description: Driver version that must be loaded. By default, the libraries only have to be as the loaded driver.
@@ -220,8 +222,8 @@ def main() -> None:
             loaded_at=load["at"] if load else None,
             services=p["services"],
             dcgm_level=p["dcgm_level"],
-            command=p["command"],
-            benchmark_command=p["benchmark_command"],
+            command=[] if module.check_mode else p["command"],
+            benchmark_command=[] if module.check_mode else p["benchmark_command"],
             baseline=journal.before(BASELINE),
             compare=p["baseline"] == "compared",
             tolerance=p["tolerance"],

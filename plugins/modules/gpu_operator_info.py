@@ -21,9 +21,9 @@ extends_documentation_fragment:
   - gpufleet.driver.kubernetes
 options:
   version:
-    description: The driver version that nodes are to go to.
+    description: The driver version that nodes are to go to. Without it, nothing is said about that.
     type: str
-    required: true
+    default: ""
   nodes:
     description: Names of the nodes to judge. Without it, every GPU node of the cluster.
     type: list
@@ -142,7 +142,7 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             **ARGUMENTS,
-            "version": {"type": "str", "required": True},
+            "version": {"type": "str", "default": ""},
             "nodes": {"type": "list", "elements": "str"},
         },
         supports_check_mode=True,

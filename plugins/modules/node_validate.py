@@ -25,8 +25,8 @@ attributes:
   check_mode:
     support: full
   diff_mode:
-    support: N/A
-    details: What it starts on a node ends with it.
+    support: none
+    details: What it starts on a node ends with it; a node that it takes out of service again is told in RV(nodes).
   idempotent:
     support: full
 options:

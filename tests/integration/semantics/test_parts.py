@@ -120,3 +120,37 @@ def test_canaries_soak_together(play: Callable) -> None:
     soak = next(one for one in tasks("playbooks/tasks/soak.yml") if "ansible.builtin.wait_for" in one)
     played = play(play_of("a,b", {"gpu_canary_soak": 1}, soak))
     assert played.rc == 0 and played.output.count("-> localhost]") == 1, played.output
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("roles/install/tasks/reboot.yml", "Reboot the node"),
+        ("roles/rollback/tasks/restore.yml", "Reboot into the old driver"),
+    ],
+)
+def test_a_node_lost_just_before_its_reboot_is_rescued(play: Callable, path: str, name: str) -> None:
+    """Ansible's reboot asks a node for its distribution first, outside of what it forgives a node that goes down."""
+    steps = {"block": [task(path, name), task(path, "Refuse to go on without the node")]}
+    steps["rescue"] = [{"ansible.builtin.debug": {"msg": "rescued it: {{ ansible_failed_result.msg }}"}}]
+    known = {"gpu_reboot_timeout": 5, "gpu_driver_version": "550.90.07", "__rollback_swap": {"reboot_required": True}}
+    lost = {"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_port": 1}
+    played = play(play_of("a", known, steps), "-e", json.dumps(lost))
+    assert "rescued it: a was not rebooted: " in played.output and played.rc == 0, played.output
+
+
+def test_a_host_that_takes_work_in_keeps_its_own_journal(play: Callable) -> None:
+    for path, known in (
+        ("roles/evacuate/tasks/elsewhere.yml", {"__evacuate_place": {"key": "x", "value": "b"}}),
+        ("roles/uncordon/tasks/elsewhere.yml", {"__uncordon_place": "b"}),
+    ):
+        asked = next(
+            one["gpufleet.driver.host_workloads"] for one in tasks(path) if "gpufleet.driver.host_workloads" in one
+        )
+        told = {"ansible.builtin.set_fact": {"gpu_state_dir": "/var/lib/{{ inventory_hostname }}"}}
+        on_a = {
+            **check("there == '/var/lib/b'", there=asked["state_dir"], **known),
+            "when": "inventory_hostname == 'a'",
+        }
+        played = play(play_of("a,b", {}, told, on_a))
+        assert played.rc == 0, played.output
