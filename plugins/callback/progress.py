@@ -126,7 +126,8 @@ class Progress:
         outcome = facts.get("gpu_outcome")
         if action == "set_fact" and isinstance(outcome, Mapping) and outcome.get("name") not in (None, "lost"):
             name = str(outcome["name"]).replace("_", " ")
-            return [self._line(f"    {host} {name}", now, GOOD if name == "upgraded" else BAD)]
+            mood = GOOD if name == "upgraded" else BAD if name in ("quarantined", "refused") else ""
+            return [self._line(f"    {host} {name}", now, mood)]
         return []
 
     def failed(self, host: str, task: str, result: Mapping[str, Any], now: float) -> list[Line]:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ansible_collections.gpufleet.driver.plugins.callback.progress import BAD, GOOD, Line, Progress, plain
 
 PLAN = {"batches": [{"name": "canary", "nodes": ["g1"]}, {"name": "batch 1", "nodes": ["g2", "g3"]}]}
@@ -69,6 +71,16 @@ def test_an_upgrade_is_told_in_a_few_lines() -> None:
         "", "  1:04 ended after 1 min 05 s",
     ]  # fmt: skip
     assert ("  1:04     g1 upgraded", GOOD) in watched.lines
+
+
+@pytest.mark.parametrize(
+    ("outcome", "mood"),
+    [("upgraded", GOOD), ("rolled_back", ""), ("skipped", ""), ("quarantined", BAD), ("refused", BAD)],
+)
+def test_only_what_needs_a_look_is_red(outcome: str, mood: str) -> None:
+    watched = Watched()
+    watched.say("done", "g1", "set_fact", {"ansible_facts": {"gpu_outcome": {"name": outcome}}})
+    assert watched.lines[-1][1] == mood
 
 
 def test_a_failure_has_its_reason_and_an_item_is_no_riddle() -> None:
