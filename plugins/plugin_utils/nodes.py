@@ -24,6 +24,9 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers impo
 _COLLECTION = "gpufleet.driver"
 _TOGETHER = 4
 """Pieces of one file that travel in one command."""
+PATIENCE = 900
+"""Seconds that one such command may take, as on a store that has stopped answering."""
+_LATE = (124, 137)
 
 SAVING: Mapping[str, Any] = {
     "lock_timeout": {"type": "int", "default": 10},
@@ -130,10 +133,10 @@ class Nodes:
         takes a terminal, which would change the bytes. What comes back is memory of the work, with its secrets, and is
         not shown at any verbosity.
 
-        :raises AnsibleError: if it fails.
+        :raises AnsibleError: if it fails, or does not end within :data:`PATIENCE`.
         """
         connection = self._connection(name)
-        command = shlex.join(argv)
+        command = shlex.join(["timeout", "--kill-after=10", str(PATIENCE), *argv])
         if connection.become:
             command = connection.become.build_become_command(command, connection._shell)
         if getattr(connection, "allow_executable", True):
@@ -144,6 +147,8 @@ class Nodes:
             rc, out, err = connection.exec_command(command, in_data=given, sudoable=True)
         finally:
             context.no_log = shown
+        if rc in _LATE:
+            raise AnsibleError(f"{name}: {shlex.join(argv)}: did not end within {PATIENCE} s; does its disk answer?")
         if rc:
             said = err.decode("utf-8", "replace").strip().splitlines()
             raise AnsibleError(f"{name}: {shlex.join(argv)}: rc {rc}" + (f": {said[-1]}" if said else ""))

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from ansible.errors import AnsibleError
 from ansible.playbook.play_context import PlayContext
 
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact
+from ansible_collections.gpufleet.driver.plugins.plugin_utils import nodes as subject
 from ansible_collections.gpufleet.driver.plugins.plugin_utils.nodes import Nodes, parted, runs
 
 P = artefact.PIECE
@@ -34,7 +36,7 @@ def test_neighbouring_pieces_travel_in_one_command() -> None:
 
 
 class Connection:
-    """One that writes down whether what it is told may be shown."""
+    """One that runs commands here, and writes down whether what it is told may be shown."""
 
     become = None
     allow_executable = False
@@ -43,17 +45,27 @@ class Connection:
         self._play_context = PlayContext()
         self.hidden: list[bool] = []
 
-    def exec_command(self, *dummy: object, **options: object) -> tuple[int, bytes, bytes]:
+    def exec_command(self, command: str, in_data: bytes, sudoable: bool) -> tuple[int, bytes, bytes]:
         self.hidden.append(bool(self._play_context.no_log))
-        return 0, b"memory", b""
+        done = subprocess.run(["sh", "-c", command], input=in_data, capture_output=True, check=False, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+
+def reached_by(connection: Connection) -> Nodes:
+    task = type("Task", (), {"delegate_to": None})
+    return Nodes(type("Action", (), {"_connection": connection, "_task": task}), {"inventory_hostname": "one"})
 
 
 def test_what_is_saved_is_shown_at_no_verbosity() -> None:
     connection = Connection()
-    task = type("Task", (), {"delegate_to": None})
-    nodes = Nodes(type("Action", (), {"_connection": connection, "_task": task}), {"inventory_hostname": "one"})
-    assert nodes.tell("one", ["cat"]) == b"memory"
+    assert reached_by(connection).tell("one", ["cat"], b"memory") == b"memory"
     assert connection.hidden == [True] and not connection._play_context.no_log
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "PATIENCE", 0.2)
+    with pytest.raises(AnsibleError, match=r"one: sleep 1000: did not end within 0\.2 s"):
+        reached_by(Connection()).tell("one", ["sleep", "1000"])
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["from-nothing", "after-a-broken-one"])
