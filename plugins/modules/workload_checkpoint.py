@@ -118,8 +118,8 @@ workloads:
       returned: always
     source:
       description:
-        - How the work is on this node now. C(running), C(frozen), C(gone), or C(lost), which is neither running nor
-          saved.
+        - How the work is on this node now. C(running), C(frozen), C(gone), C(lost), which is neither running nor saved,
+          or C(unknown), if it could not be looked at.
       type: str
       returned: always
     artefact:

@@ -131,9 +131,9 @@ workloads:
       description:
         - V(moved), it runs on another node. V(saved), it has saved itself and runs on. V(stayed), it runs on here and
           is not saved, or runs here again from its save, as no other node could restore it. V(cold_start), it was
-          ended and started again from its own state. V(absent), it was not running here. V(unknown), it may run on a
-          node that does not answer. V(lost), it does not run and cannot be started; C(kept) names its save, if there is
-          one, from which the next run goes on.
+          ended and started again from its own state. V(absent), it was not running here. V(unknown), it may run on, or
+          stand still on, a node that does not answer or could not say. V(lost), it does not run and cannot be started;
+          C(kept) names its save, if there is one, from which the next run goes on.
       type: str
       returned: always
     to:

@@ -176,7 +176,8 @@ def main() -> None:
         if p["state"] == "discarded":
             return {"changed": chosen.discard(work, given["artefact"])}
         if p["state"] == "restored":
-            evidence = dict(chosen.restore(work, given["artefact"]))
+            known = {"digest": given["digest"] or ""} if isinstance(chosen, LeftRunning) else {}
+            evidence = dict(chosen.restore(work, given["artefact"], **known))
             return {"changed": evidence.pop("changed", True), "evidence": evidence}
         if isinstance(chosen, LeftRunning) and p["state"] == "prepared":
             chosen.compare(work, given["artefact"], given["digest"] or "")
@@ -198,12 +199,17 @@ def main() -> None:
     results = options.each(p["workloads"], act, p["concurrency"])
     failed = [one for one in results if not one["ok"]]
     if failed and p["gang"] and p["state"] == "restored" and not module.check_mode:
-        for one, given in zip(results, p["workloads"]):
-            if one["ok"]:  # a half restored gang is worse than none
-                chosen = options.backend(given["save"]["backend"], p, limits, module.log, differences)
-                if isinstance(chosen, CudaCriu):
-                    chosen.absent(options.work_of(given), also_running=True)
-                    one.update(ok=False, msg="ended again, for its gang was not restored")
+
+        def end(given: Mapping[str, Any]) -> dict[str, Any]:
+            chosen = options.backend(given["save"]["backend"], p, limits, module.log, differences)
+            if not isinstance(chosen, CudaCriu):
+                raise CheckpointError(
+                    Reason("policy", "absent", f"backend {chosen.name}", "cuda_criu", "see docs/checkpoint.md",
+                           SOURCE_GONE, given["name"])
+                )  # fmt: skip
+            return chosen.absent(options.work_of(given), also_running=True)
+
+        options.end_gang(results, p["workloads"], end, p["concurrency"])
     result = {"changed": any(one.get("changed") for one in results), "workloads": results}
     if failed:
         module.fail_json(msg="; ".join(one["msg"] for one in failed), **result)

@@ -41,12 +41,13 @@ REASONS = (
 ``key_mismatch:driver``."""
 
 SOURCE_RUNNING, SOURCE_FROZEN, SOURCE_GONE, SOURCE_LOST = "running", "frozen", "gone", "lost"
+SOURCE_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a step did not succeed. ``source`` says how the work is at its source now: running, frozen, gone, or lost
-    (neither running nor saved). ``next`` is the command that looks further."""
+    """Why a step did not succeed. ``source`` says how the work is at its source now: running, frozen, gone, lost
+    (neither running nor saved), or unknown. ``next`` is the command that looks further."""
 
     reason: str
     step: str

@@ -10,7 +10,7 @@ Private to this collection: may change in any release.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import os
 import shutil
 import tarfile
@@ -79,16 +79,22 @@ def pack(paths: Sequence[str], staged: Path) -> None:
     (staged / PACK).parent.mkdir(mode=0o700)
     with tarfile.open(staged / PACK, "w", format=tarfile.PAX_FORMAT) as packed:
         for path in paths:
-            packed.add(path, arcname=path.lstrip("/"))
+            packed.add(path, arcname=path.lstrip("/"), filter=_no_device)
+
+
+def _no_device(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    if entry.ischr() or entry.isblk():
+        raise CarriedError(f"/{entry.name} is a device")
+    return entry
 
 
 def unpack(
     place: Path, paths: Sequence[str], aside: list[dict[str, Any]], suffix: str, save: Callable[[], None]
 ) -> None:
     """Put what was packed where it was. ``aside`` is a record of what was moved away for it, written by ``save`` before
-    anything is, so that an interrupted unpacking can be repeated or undone.
+    anything is, so that an interrupted unpacking can be repeated or undone. What was unpacked survives a power cut.
 
-    :raises CarriedError: if the pack holds anything but ``paths``.
+    :raises CarriedError: if the pack holds anything but ``paths``, or something that leads out of them.
     """
     if not (place / PACK).exists():
         return
@@ -102,25 +108,47 @@ def unpack(
             Path(path).rename(known["kept"])
         else:
             remove(path)
+    links: list[str] = []
     with tarfile.open(place / PACK) as packed:
         for entry in packed:
-            if not below(f"/{entry.name}", paths) or ".." in Path(entry.name).parts:
+            name = f"/{entry.name}"
+            if not below(name, paths) or ".." in Path(name).parts:
                 raise CarriedError(f"{place / PACK} holds {entry.name}, which is not below {', '.join(paths)}")
+            if below(name, links) or (entry.islnk() and not below(f"/{entry.linkname}", paths)):
+                raise CarriedError(f"{place / PACK} holds {entry.name}, which leads out of {', '.join(paths)}")
+            _no_device(entry)
+            links += [name] if entry.issym() else []
             if hasattr(tarfile, "fully_trusted_filter"):  # it was hashed, and owners and modes must come back
                 packed.extract(entry, "/", numeric_owner=True, filter="fully_trusted")
             else:
                 packed.extract(entry, "/", numeric_owner=True)
+    for folder in sorted({str(Path(path).parent) for path in paths}):
+        _sync_all(folder)
 
 
-def undo(aside: Sequence[dict[str, Any]]) -> None:
-    """Put back what :func:`unpack` set aside."""
+def _sync_all(folder: str) -> None:
+    """Write down all that was changed on the file system of a directory (syncfs(2))."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), folder)
+    finally:
+        os.close(descriptor)
+
+
+def undo(aside: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put back what :func:`unpack` set aside; what could not be, each with its ``trouble``."""
+    left = []
     for one in aside:
-        with contextlib.suppress(OSError):
+        try:
             if one["existed"] and not os.path.lexists(one["kept"]):
                 continue  # it was never moved
             remove(one["path"])
             if one["existed"]:
                 Path(one["kept"]).rename(one["path"])
+        except OSError as exc:
+            left.append({**one, "trouble": str(exc)})
+    return left
 
 
 def remove(path: str) -> None:

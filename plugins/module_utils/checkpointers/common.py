@@ -21,27 +21,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, suspend
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, carried, suspend
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
+    SOURCE_FROZEN,
     SOURCE_GONE,
+    SOURCE_LOST,
     SOURCE_RUNNING,
+    SOURCE_UNKNOWN,
     CheckpointError,
     Reason,
     Work,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import PREFIX, Podman
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.sealed import Seal, SealError
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed, Runner
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
-from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import unit_name
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import SystemdError, unit_name
 from ansible_collections.gpufleet.driver.plugins.module_utils.journal import atomic_write
 
 FORMAT = "cuda_criu/1"
 ABORTED = "aborted"
-COMMITTING, COMMITTED = "committing", "committed"
+COMMITTING, COMMITTED = suspend.COMMITTING, "committed"
 PREPARED, STARTING, UNLOCKING, RUNNING, FAILED = "prepared", "starting", "unlocking", "running", "failed"
-UNPACKING = "unpacking"
+UNPACKING, ENDING = "unpacking", "ending"
 
 MIB = 1 << 20
 
@@ -149,19 +152,21 @@ class Common:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._place_script()  # the timer needs it too
             with suspend.held(path):
-                record = suspend.read_record(path)
+                record = self._read(work, path, side)
                 owner = record.get("backend") or "cuda_criu" if record else self.name
                 if owner != self.name:
                     expected = f"nothing that {owner} has begun"
                     raise self._failed(work, "policy", "ownership", f"{path} is {owner}'s", expected, f"cat {path}")
                 yield path, record
         except TimeoutError as exc:
+            source = self._source_now(work, side)
             raise self._failed(
-                work, "policy", "ownership", str(exc), "nobody else at it", f"fuser -v {path}.lock"
+                work, "policy", "ownership", str(exc), "nobody else at it", f"fuser -v {path}.lock", source
             ) from exc
-        except ValueError as exc:
+        except (ServiceError, artefact.ArtefactError) as exc:
+            source = self._source_now(work, side)
             raise self._failed(
-                work, "policy", "record", f"{path} is damaged ({exc})", "a record of ours", f"mv {path} {path}.bad"
+                work, "policy", "node", str(exc), "an answer of what is asked", "systemctl status", source
             ) from exc
         except OSError as exc:
             raise self._failed(
@@ -171,7 +176,43 @@ class Common:
                 f"{exc.filename or path}: {exc.strerror or exc}",
                 "a disk that can be written",
                 f"df -h {path.parent}",
+                self._source_now(work, side),
             ) from exc
+
+    def _read(self, work: Work, path: Path, side: str) -> dict[str, Any]:
+        try:
+            return suspend.read_record(path)
+        except ValueError as exc:
+            observed, source = f"{path} is damaged ({exc})", self._source_now(work, side)
+            raise self._failed(
+                work, "policy", "record", observed, "a record of ours", f"mv {path} {path}.bad", source
+            ) from exc
+
+    def _source_now(self, work: Work, side: str) -> str:
+        """How work is where it was saved, by its record and a look at its processes; elsewhere, nobody knows."""
+        if side != "checkpoints":
+            return SOURCE_UNKNOWN
+        try:
+            record = suspend.read_record(self.record_path(work.name))
+            state = record.get("state")
+            if state not in (suspend.FROZEN, suspend.PUBLISHED, COMMITTING):
+                return str(record.get("source", SOURCE_GONE if state == COMMITTED else SOURCE_RUNNING))
+            alive = suspend.same(record["members"], self._proc)
+            if alive and record.get("killing"):
+                return SOURCE_LOST
+            if not alive and record["members"]:
+                return {suspend.FROZEN: SOURCE_LOST, COMMITTING: SOURCE_GONE}.get(state, SOURCE_FROZEN)
+            gone_on = bool(alive) and not any(suspend.stands_still(pid, self._proc) for pid in alive)
+            return SOURCE_RUNNING if gone_on and state != suspend.FROZEN else SOURCE_FROZEN
+        except (OSError, ValueError):
+            pass
+        try:
+            group = self._service(unit_of(work)).show().get("ControlGroup", "")
+        except (OSError, ServiceError, SystemdError):
+            return SOURCE_UNKNOWN
+        pids = suspend.pids_of(group, self._sys)
+        stands = any(suspend.stands_still(pid, self._proc) for pid in pids)
+        return SOURCE_FROZEN if stands else SOURCE_RUNNING if pids else SOURCE_GONE
 
     def _seal(self, work: Work) -> Seal | None:
         options = work.save.get("encrypt")
@@ -218,6 +259,20 @@ class Common:
                 work, "key_mismatch:encryption", "open", str(exc), expected, f"{seal.tool} --version", SOURCE_GONE
             ) from exc
         return plain
+
+    def _put_back(self, work: Work, path: Path, record: dict[str, Any]) -> None:
+        """See that nothing is still set aside of what was here before a restore that failed.
+
+        :raises CheckpointError: if something cannot be put back; the work would start from half of another's files.
+        """
+        if record.get("state") != FAILED or not record.get("aside"):
+            return
+        record["aside"] = left = carried.undo(record["aside"])
+        suspend.write_record(path, record)
+        if left:
+            observed = f"{left[0]['path']} is not what it was: {left[0]['trouble']}"
+            look = f"ls -ld {left[0]['path']}*"
+            raise self._failed(work, "policy", "files", observed, f"{left[0]['kept']} in its place", look, SOURCE_GONE)
 
     def _drop_plain(self, record: dict[str, Any]) -> None:
         plain = record.pop("plain", None)

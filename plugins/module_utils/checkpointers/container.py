@@ -48,10 +48,6 @@ class Podman(Service):
         return Path("/run/gpufleet/no-drop-in")
 
     @property
-    def timer(self) -> str:
-        return f"gpufleet-thaw-container-{self.container}"
-
-    @property
     def status_command(self) -> str:
         return f"podman container inspect {self.container}"
 
@@ -244,6 +240,9 @@ class Renamed:
         done = self._box.podman("rename", self._box.container, self.aside)
         if not done.ok:
             raise ServiceError(f"the container could not be put aside ({done.describe()})")
+
+    def lifting(self, dummy: str) -> list[str]:
+        return ["podman", "rename", self.aside, self._box.container]
 
     def lift_one(self, dummy: str) -> bool:
         if self._box.inspect(self.aside) is None:

@@ -23,7 +23,9 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.carried import remove
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import (
+    COMMITTED,
     COMMITTING,
+    ENDING,
     RUNNING,
     STARTING,
     UNLOCKING,
@@ -54,7 +56,9 @@ class CudaCriu(Source, Target, Home, Checkpointer):
                 if record.get("artefact") != artefact_id:
                     continue
                 state = record.get("state")
-                if state in (suspend.FROZEN, suspend.PUBLISHED, COMMITTING, STARTING, UNLOCKING, UNPACKING):
+                if state == COMMITTING and not suspend.same(record["members"], self._proc):
+                    state = COMMITTED
+                if state in (suspend.FROZEN, suspend.PUBLISHED, COMMITTING, STARTING, UNLOCKING, UNPACKING, ENDING):
                     raise self._failed(
                         work,
                         "policy",
@@ -64,6 +68,7 @@ class CudaCriu(Source, Target, Home, Checkpointer):
                         f"cat {path}",
                         SOURCE_FROZEN,
                     )
+                self._put_back(work, path, record)
                 for one in record.get("aside", ()):
                     remove(one["kept"])
                 if state == LEFT:

@@ -19,6 +19,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers impo
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import (
     COMMITTED,
     COMMITTING,
+    ENDING,
     FAILED,
     STARTING,
     UNLOCKING,
@@ -37,6 +38,7 @@ _WAITING = {
         STARTING: "is coming back from it",
         UNLOCKING: "is coming back from it",
         UNPACKING: "is coming home with it",
+        ENDING: "is not proven to have ended here",
         FAILED: "did not come back from it here",
         LEAVING: "is leaving with it",
         LEFT: "has left with it, and is not proven to be home",

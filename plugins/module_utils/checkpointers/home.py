@@ -87,12 +87,16 @@ class Home(Common):
                         "sealed": self._sealed_by(work),
                     },
                 )
+                digest = artefact.digest(self._store, record["artefact"])
+                record.update(state=LEFT, bytes=manifest["total"], digest=digest, seconds=round(self._now() - began, 3))
+                suspend.write_record(path, record)
             except (ServiceError, OSError, artefact.ArtefactError, carried.CarriedError, SealError) as exc:
                 source = self._start_again(service)
                 with contextlib.suppress(artefact.ArtefactError):
                     artefact.remove(self._store, record["artefact"])
                 record.update(state=RUNNING)
-                suspend.write_record(path, record)
+                with contextlib.suppress(OSError):  # it says then that it is leaving, and may be told to again
+                    suspend.write_record(path, record)
                 raise self._failed(
                     work,
                     "publish_failed",
@@ -102,9 +106,6 @@ class Home(Common):
                     service.status_command,
                     source,
                 ) from exc
-            digest = artefact.digest(self._store, record["artefact"])
-            record.update(state=LEFT, bytes=manifest["total"], digest=digest, seconds=round(self._now() - began, 3))
-            suspend.write_record(path, record)
             return self._left(work, record)
 
     def _left(self, work: Work, record: dict[str, Any], changed: bool = True) -> Captured:
@@ -131,6 +132,9 @@ class Home(Common):
                 try:
                     manifest = artefact.read(self._store, artefact_id, digest)
                     wrong = artefact.verify(self._store, artefact_id)
+                    others = sorted(set(manifest.get("paths", ())) - set(work.save.get("paths") or ()))
+                    if others:
+                        raise artefact.ArtefactError(f"{artefact_id} holds {others[0]}, which save.paths does not name")
                     if wrong or manifest["backend"].get("format") != FORMAT:
                         raise artefact.ArtefactError(
                             "; ".join(wrong[:3]) or f"{artefact_id} holds no files to bring home"
@@ -202,6 +206,8 @@ class Home(Common):
     def return_cold(self, work: Work, target: str) -> str:
         """Start work that was ended here again from its own state, when no save of it could be restored; for whoever
         has proven that it does not run at ``target``."""
+        with self._held(work, "restores") as (path, record):
+            self._put_back(work, path, record)
         with self._held(work) as (path, record):
             state = record.get("state")
             if state in (COMMITTING, COMMITTED) and record.get("target") != target:
@@ -216,10 +222,14 @@ class Home(Common):
                 )
             unit = unit_of(work)
             service = self._service(unit)
-            if record.get("source") == SOURCE_LOST and suspend.same(record["members"], self._proc):  # and of no use
+            left = suspend.same(record.get("members", ()), self._proc)
+            stands = any(suspend.stands_still(pid, self._proc) for pid in left)
+            if left and (stands or record.get("source") == SOURCE_LOST):  # of no use any more
                 service.guard()
                 service.end(lambda: suspend.same(record["members"], self._proc), 60.0)
                 service.reset()
+            if record:
+                service.disarm()
             service.unguard()
             if service.moved.lift_one(unit):
                 service.reload()

@@ -169,6 +169,10 @@ class LeftRunning(Common, Checkpointer):
             suspend.write_record(path, record)
             try:
                 manifest = self._take(work, path, record)
+                record.update(state=suspend.PUBLISHED, bytes=manifest["total"], saved=manifest["saved"])
+                record.update(seconds=round(self._now() - began, 3))
+                record["digest"] = artefact.digest(self._store, record["artefact"])
+                suspend.write_record(path, record)
             except BaseException as exc:
                 source = self._undo(work, path, record)
                 if isinstance(exc, CheckpointError):
@@ -178,10 +182,6 @@ class LeftRunning(Common, Checkpointer):
                         work, "publish_failed", "capture", str(exc), "success", f"df -h {self._store}", source
                     ) from exc
                 raise
-            seconds = round(self._now() - began, 3)
-            record.update(state=suspend.PUBLISHED, bytes=manifest["total"], seconds=seconds, saved=manifest["saved"])
-            record["digest"] = artefact.digest(self._store, record["artefact"])
-            suspend.write_record(path, record)
             return self._captured(work, record)
 
     def _captured(self, work: Work, record: Mapping[str, Any], changed: bool = True) -> Captured:
@@ -199,7 +199,7 @@ class LeftRunning(Common, Checkpointer):
         )
 
     def _timer(self, work: Work) -> Service:
-        return self._service(f"{self.record_path(work.name).stem}.service")
+        return self._service(f"{self.name}:{self.record_path(work.name).stem}")
 
     def _take(self, work: Work, path: Path, record: dict[str, Any]) -> dict[str, Any]:
         engine = work.save.get("engine")
@@ -236,12 +236,17 @@ class LeftRunning(Common, Checkpointer):
             raise self._failed(work, reason, "quiesce", str(exc), "an engine without requests", look) from exc
 
     def _undo(self, work: Work, path: Path, record: dict[str, Any]) -> str:
+        paused = bool(record.get("wake"))
         asleep = suspend.wake(record)
-        if record.get("wake"):
+        if asleep:  # the timer asks once more, and so does whoever aborts it again
+            record.update(state=suspend.THAWED)
+            suspend.write_record(path, record)
+            return SOURCE_LOST
+        if paused:
             self._timer(work).disarm()
         artefact.remove(self._store, record["artefact"])
         path.unlink(missing_ok=True)
-        return SOURCE_LOST if asleep else SOURCE_RUNNING
+        return SOURCE_RUNNING
 
     def abort(self, work: Work) -> str:
         with self._held(work) as (path, record):
@@ -260,10 +265,10 @@ class LeftRunning(Common, Checkpointer):
                 if state != suspend.THAWED:
                     observed = f"its record says {state or 'nothing'}, for {record.get('target') or 'nobody'}"
                 raise self._failed(work, "policy", "commit", observed, "a save that is up to date", f"cat {path}")
-            if record.get("wake"):
-                self._timer(work).disarm()
             record.update(state=COMMITTED, target=target)
             suspend.write_record(path, record)
+            if record.get("wake"):
+                self._timer(work).disarm()
             return SOURCE_FROZEN if record.get("wake") else SOURCE_RUNNING
 
     def compare(self, work: Work, artefact_id: str, digest: str = "") -> dict[str, Any]:
@@ -288,11 +293,11 @@ class LeftRunning(Common, Checkpointer):
             raise refuse(f"key_mismatch:{one.field}", str(one), "the same on both nodes", "checkpoint_info")
         return manifest
 
-    def restore(self, work: Work, artefact_id: str) -> Mapping[str, Any]:
+    def restore(self, work: Work, artefact_id: str, digest: str = "") -> Mapping[str, Any]:
         """Have it restored, once. What of it is left to do here is told by the record: an engine that is to go on."""
         with self._held(work, "restores") as (path, record):
             if record.get("artefact") != artefact_id:
-                manifest = self.compare(work, artefact_id)
+                manifest = self.compare(work, artefact_id, digest)
                 evidence = dict(self._bring_back(work, manifest, artefact.place(self._store, artefact_id)))
                 record = {
                     "state": UNLOCKING,

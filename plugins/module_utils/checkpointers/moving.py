@@ -24,6 +24,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base
     SOURCE_GONE,
     SOURCE_LOST,
     SOURCE_RUNNING,
+    SOURCE_UNKNOWN,
     Reason,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.facts import MAP_SINCE, maps_gpus
@@ -31,8 +32,8 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.fact
 MOVED, SAVED, STAYED, COLD = "moved", "saved", "stayed", "cold_start"
 ABSENT, UNKNOWN, LOST = "absent", "unknown", "lost"
 """How a workload is afterwards: it runs on another node; has saved itself and runs on here; runs on here unsaved; was
-ended and started again from its own state. It was not running here; it may run on a node that does not answer; it
-does not run here and cannot be started."""
+ended and started again from its own state. It was not running here; it may run, or stand still, on a node that does
+not answer or could not say; it does not run here and cannot be started."""
 
 Call = Callable[[str, str, Mapping[str, Any]], Mapping[str, Any]]
 """Node, module and its options → the module's result, also if it failed. Raises :class:`NodeLost`."""
@@ -283,6 +284,11 @@ class Move:
                     self._undying(job)
                 elif told["source"] == SOURCE_LOST:  # the driver broke it
                     self._cold(job)
+                elif told["source"] == SOURCE_FROZEN:
+                    job.source = SOURCE_FROZEN
+                    self._leave([job])
+                elif told["source"] == SOURCE_UNKNOWN:
+                    job.outcome.how, job.outcome.to = UNKNOWN, self._home
                 job.over = True
                 continue
             job.artefact, job.source, job.target = told["artefact"], told["source"], told.get("target")
@@ -364,6 +370,8 @@ class Move:
                         job.outcome.how = UNKNOWN
                     elif job.source == SOURCE_LOST:
                         self._undying(job)
+                    elif job.source == SOURCE_UNKNOWN:
+                        job.outcome.how, job.outcome.to = UNKNOWN, self._home
                     self._say(str(told["msg"]))
         return ended
 
@@ -422,8 +430,13 @@ class Move:
         """Nobody took these: who still stands goes on, who was ended starts from its own state."""
         standing = [job for job in jobs if job.source == SOURCE_FROZEN]
         for job, told in self._ask(self._home, "workload_checkpoint", "aborted", standing, {}):
-            job.over = True
+            job.over = told["source"] != SOURCE_LOST
             self._say(f"{job.name}: {told['source']} on {self._home}")
+            if told["source"] not in (SOURCE_RUNNING, SOURCE_LOST):
+                self._note(
+                    [job], "lost_source", "abort", f"it is {told['source']} on {self._home}", "work that goes on"
+                )
+                job.outcome.how, job.outcome.to = UNKNOWN, self._home
         for job in jobs:
             if not job.over:
                 self._cold(job)
@@ -507,8 +520,11 @@ class Move:
             told = self._ask(self._home, "workload_checkpoint", "left", [job], {"node": self._home})[0][1]
             if not told["ok"]:
                 job.outcome.reasons.append(told["reason"])
+                if told["source"] in (SOURCE_LOST, SOURCE_UNKNOWN):
+                    job.outcome.how = LOST if told["source"] == SOURCE_LOST else UNKNOWN
+                    job.outcome.to = None if told["source"] == SOURCE_LOST else self._home
                 continue
-            job.artefact = told["artefact"]
+            job.artefact, job.digest = told["artefact"], told.get("digest", "")
             try:
                 fetched: Mapping[str, Any] = {}
                 if not self._terms.shared:
@@ -530,7 +546,12 @@ class Move:
                     self._ask(self._home, "workload_checkpoint", "discarded", [job], {})
                     continue
                 job.outcome.reasons += [started["reason"]] if started.get("reason") else []
-                self._ask(home, "workload_restore", "absent", [job], {})
+                absent = self._ask(home, "workload_restore", "absent", [job], {})[0][1]
+                if not absent["ok"] or absent.get("runs"):
+                    seen = f"{home} did not prove that it does not run there ({absent.get('msg', 'it runs')})"
+                    self._note([job], "restore_failed", "absent", seen, "proof")
+                    job.outcome.how, job.outcome.to = UNKNOWN, home
+                    continue
                 self._ask(home, "workload_restore", "discarded", [job], {})
             except NodeLost as exc:
                 self._note([job], "no_target", "home", f"{home} does not answer ({exc})", "the node it came from")

@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 from ansible_collections.gpufleet.driver.plugins.module_utils import execution
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
-    SOURCE_RUNNING,
+    SOURCE_UNKNOWN,
     CheckpointError,
     Reason,
     Work,
@@ -172,18 +172,31 @@ def each(workloads: Sequence[Mapping[str, Any]], act: Act, concurrency: int) -> 
             }
         except Exception as exc:  # one workload's surprise must not hide what became of the others
             odd = f"{type(exc).__name__}: {exc}"
-            reason = Reason("policy", "module", odd, "no surprise", "journalctl -b", SOURCE_RUNNING, given["name"])
+            reason = Reason("policy", "module", odd, "no surprise", "journalctl -b", SOURCE_UNKNOWN, given["name"])
             return {
                 "workload": given["name"],
                 "ok": False,
                 "changed": True,
-                "source": "unknown",
+                "source": reason.source,
                 "reason": reason.as_dict(),
                 "msg": str(reason),
             }
 
     with ThreadPoolExecutor(max_workers=max(1, min(concurrency, len(workloads)))) as pool:
         return list(pool.map(one, workloads))
+
+
+def end_gang(
+    results: Sequence[dict[str, Any]], workloads: Sequence[Mapping[str, Any]], end: Act, concurrency: int
+) -> None:
+    """A half restored gang is worse than none: have every member end that came back, and say of each how it is."""
+    back = [given for one, given in zip(results, workloads) if one["ok"]]
+    ended = {one["workload"]: one for one in each(back, end, concurrency)} if back else {}
+    for one in results:
+        told = ended.get(one["workload"])
+        if one["ok"] and told:
+            how = "ended again" if told["ok"] else f"not ended ({told['msg']})"
+            one.update(ok=False, reason=told["reason"], msg=f"{how}, for its gang was not restored")
 
 
 def missing_artefact(workloads: Sequence[Mapping[str, Any]]) -> str:

@@ -40,6 +40,10 @@ class Moved(Hold):
 
     FILE = "zz-gpufleet-moved.conf"
 
+    def lifting(self, unit: str) -> list[str]:
+        """The command that does the same as :meth:`lift_one`, for whoever has nothing else."""
+        return ["rm", "--force", "--", str(self._path(unit))]
+
     def lift_one(self, unit: str) -> bool:
         """Let ``unit`` be started here again; whether it was held."""
         path = self._path(unit)
@@ -114,8 +118,9 @@ class Service:
         return self._drop_ins / self.GUARD
 
     @property
-    def timer(self) -> str:
-        return f"gpufleet-thaw-{self.unit.rpartition('.')[0]}"
+    def timers(self) -> tuple[str, str]:
+        """Two, so that one is always there when it starts anew; no other unit or container has one of that name."""
+        return f"gpufleet-thaw-{self.unit}.1", f"gpufleet-thaw-{self.unit}.2"
 
     @property
     def status_command(self) -> str:
@@ -178,23 +183,30 @@ class Service:
 
     def arm(self, argv: Sequence[str], seconds: float) -> None:
         """Run ``argv`` in ``seconds``, whatever becomes of us, unless :meth:`disarm` comes first; a timer that is there
-        already starts anew.
+        already is stopped once the new one is set.
 
-        :raises ServiceError: if it cannot be had; without it nothing may be frozen.
+        :raises ServiceError: if it cannot be had; without it nothing may be frozen. One that was there still is.
         """
-        self.disarm()
+        names = [f"{name}.timer" for name in self.timers]
+        shown = self._run(["systemctl", "is-active", "--", *names], timeout=_QUERY).stdout.split()
+        old = [name for name, state in zip(names, shown) if state not in ("inactive", "failed", "unknown")]
+        if len(old) > 1:
+            self._run(["systemctl", "stop", "--", old.pop()], timeout=_QUERY)
+        new = next(name for name in self.timers if f"{name}.timer" not in old)
         done = self._run(
             [
-                "systemd-run", "--quiet", f"--unit={self.timer}", f"--on-active={int(seconds)}s",
+                "systemd-run", "--quiet", f"--unit={new}", f"--on-active={int(seconds)}s",
                 "--timer-property=AccuracySec=1s", "--collect", "--property=Type=oneshot", "--", *argv,
             ],
             timeout=_QUERY,
         )  # fmt: skip
         if not done.ok:
             raise ServiceError(f"the timer that would let it go on could not be set ({done.describe()})")
+        if old:
+            self._run(["systemctl", "stop", "--", *old], timeout=_QUERY)
 
     def disarm(self) -> None:
-        self._run(["systemctl", "stop", "--", f"{self.timer}.timer"], timeout=_QUERY)
+        self._run(["systemctl", "stop", "--", *(f"{name}.timer" for name in self.timers)], timeout=_QUERY)
 
     # -- the end
 

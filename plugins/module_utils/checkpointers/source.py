@@ -447,6 +447,8 @@ class Source(Common):
                 seen = "its timer let it go on while it was being saved"
                 raise self._failed(work, "publish_failed", "publish", seen, "work that stands still", f"cat {path}")
             self._arm(service, path, self._limits.freeze)
+            record.update(state=suspend.PUBLISHED, timings=timings, seconds=round(self._now() - began, 3))
+            suspend.write_record(path, record)
         except BaseException as exc:
             if ahead:
                 ahead.end()
@@ -456,20 +458,19 @@ class Source(Common):
             if isinstance(exc, CheckpointError):
                 reason = "insufficient_space" if full else exc.reason.reason
                 raise CheckpointError(replace(exc.reason, reason=reason, source=source)) from exc
-            if isinstance(exc, (OSError, ServiceError, artefact.ArtefactError)):
-                reason = "checkpoint_failed" if isinstance(exc, ServiceError) else "publish_failed"
+            if isinstance(exc, Exception):
+                told = isinstance(exc, (OSError, ServiceError, artefact.ArtefactError))
+                reason = "publish_failed" if isinstance(exc, (OSError, artefact.ArtefactError)) else "checkpoint_failed"
                 raise self._failed(
                     work,
                     "insufficient_space" if full else reason,
                     "capture",
-                    str(exc),
+                    str(exc) if told else f"{type(exc).__name__}: {exc}",
                     "success",
                     f"df -h {self._store}",
                     source,
                 ) from exc
             raise
-        record.update(state=suspend.PUBLISHED, timings=timings, seconds=round(self._now() - began, 3))
-        suspend.write_record(path, record)
         return record
 
     def _quiesce(self, work: Work, path: Path, record: dict[str, Any]) -> None:
@@ -684,7 +685,8 @@ class Source(Common):
         self._drop_plain(record)
         with contextlib.suppress(ServiceError):
             service.unguard()
-        service.disarm()
+        if not asleep:  # or the timer asks once more
+            service.disarm()
         with contextlib.suppress(artefact.ArtefactError):
             artefact.remove(self._store, record["artefact"])
         alive = suspend.same(record["members"], self._proc)
@@ -692,7 +694,8 @@ class Source(Common):
         whole = needed <= set(alive) and all(state == suspend.RUNNING for state in states.values())
         whole = whole and not asleep
         source = SOURCE_RUNNING if whole else SOURCE_LOST
-        record.update(state=ABORTED, source=source, states={str(pid): state for pid, state in states.items()})
+        state = suspend.THAWED if asleep else ABORTED
+        record.update(state=state, source=source, states={str(pid): one for pid, one in states.items()})
         with contextlib.suppress(
             OSError
         ):  # on a full disk the timer is gone and the work runs: nothing is left to record
@@ -701,15 +704,18 @@ class Source(Common):
 
     def abort(self, work: Work) -> str:
         with self._held(work) as (path, record):
-            if record.get("state") not in (suspend.FROZEN, suspend.PUBLISHED, suspend.THAWED):
-                ended = {COMMITTED: SOURCE_GONE, COMMITTING: SOURCE_LOST}.get(str(record.get("state")))
-                return ended or str(record.get("source", SOURCE_RUNNING))
+            state = record.get("state")
+            if state == COMMITTING and suspend.stands(record, self._proc):  # nothing of it was ended yet
+                self._service(record["unit"]).moved.lift_one(record["unit"])
+            elif state not in (suspend.FROZEN, suspend.PUBLISHED, suspend.THAWED):
+                return self._source_now(work, "checkpoints")
             return self._undo(path, record)
 
     def commit(self, work: Work, target: str) -> str:
         with self._held(work) as (path, record):
             state = record.get("state")
-            if state in (COMMITTED, COMMITTING) and record.get("target") != target:
+            begun = state == COMMITTED or (state == COMMITTING and not suspend.stands(record, self._proc))
+            if begun and record.get("target") != target:
                 raise self._failed(
                     work,
                     "policy",
@@ -735,18 +741,22 @@ class Source(Common):
                     "work that stands still since it was saved",
                     f"cat {path}",
                 )
-            record.update(state=COMMITTING, target=target)
+            service = self._service(record["unit"])
+            record.update(state=COMMITTING, target=target, lift=service.moved.lifting(record["unit"]))
             suspend.write_record(path, record)
             self._end_for_good(work, path, record)
             return SOURCE_GONE
 
     def _end_for_good(self, work: Work, path: Path, record: dict[str, Any]) -> None:
-        """Carry out what the record has announced; may be repeated."""
+        """Carry out what the record has announced; may be repeated. While every process stands, it can be taken back:
+        by the timer too, which is needed for as long."""
         service = self._service(record["unit"])
         try:
-            service.disarm()
             service.moved.place([record["unit"]])
             service.guard()
+            record.update(killing=True)
+            suspend.write_record(path, record)
+            service.disarm()
             service.end(lambda: suspend.same(record["members"], self._proc), self._limits.base)
             service.reset()
             service.unguard()
@@ -758,10 +768,11 @@ class Source(Common):
                 str(exc),
                 "its processes gone",
                 service.status_command,
-                SOURCE_LOST,
+                self._source_now(work, "checkpoints"),
             ) from exc
         record.update(state=COMMITTED, committed_at=self._now())
-        suspend.write_record(path, record)
+        with contextlib.suppress(OSError):  # what is announced, and whose processes are gone, is known to have ended
+            suspend.write_record(path, record)
 
     def _gone_or_still(self, record: Mapping[str, Any]) -> bool:
         """Whether nothing of the work has run since it was published: what is left of it stands still."""
@@ -770,6 +781,8 @@ class Source(Common):
     def reassign(self, work: Work, target: str) -> None:
         """Give a committed save to another target; for whoever has proven that it does not run at the first."""
         with self._held(work) as (path, record):
+            if record.get("state") == COMMITTING:
+                self._end_for_good(work, path, record)
             if record.get("state") != COMMITTED:
                 raise self._failed(
                     work,

@@ -45,8 +45,12 @@ NOT_INITIALIZED, OUT_OF_MEMORY, NOT_READY, NOT_SUPPORTED = 3, 2, 600, 801
 NO_CALL = -1
 """Code for a driver that has neither the calls nor the command."""
 
-FROZEN, PUBLISHED, THAWED = "frozen", "published", "thawed"
-"""States of a record in which its processes stand still, and the one a thaw leaves behind."""
+FROZEN, PUBLISHED, COMMITTING, THAWED = "frozen", "published", "committing", "thawed"
+"""States of a record in which its processes stand still, the last of them for whoever ends the work; and the one a thaw
+leaves behind."""
+
+PATIENCE = 60.0
+"""Seconds for which an engine that does not go on is asked again."""
 
 
 class _LockArgs(ctypes.Structure):
@@ -216,10 +220,8 @@ def act_on_all(
     timeout: float,
     pairs: dict[str, str],
     say: Callable[[Said], None],
-    limit: float | None = None,
 ) -> None:
-    """The action on every process at the same time; each answer is said as soon as it is there. After ``limit`` seconds
-    nobody is waited for."""
+    """The action on every process at the same time; each answer is said as soon as it is there."""
     try:
         calls = driver()
     except OSError as exc:
@@ -236,9 +238,8 @@ def act_on_all(
     threads = [threading.Thread(target=one, args=(pid,), daemon=True) for pid in pids]
     for thread in threads:
         thread.start()
-    deadline = None if limit is None else time.monotonic() + limit
     for thread in threads:
-        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        thread.join()
 
 
 # --- the record of a workload that stands still ----------------------------------------------------------------------
@@ -291,6 +292,17 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
+
+
+def stands(record: Mapping[str, Any], proc: str = "/proc") -> bool:
+    """Whether every process of a record is there and stands still, and nobody has begun to kill them."""
+    alive = same(record["members"], proc)
+    return (
+        bool(alive)
+        and not record.get("killing")
+        and len(alive) == len(record["members"])
+        and all(stands_still(pid, proc) for pid in alive)
+    )
 
 
 @contextlib.contextmanager
@@ -429,18 +441,29 @@ def request(method: str, url: str, body: Any = None, token_file: str | None = No
 
 
 def wake(record: dict[str, Any]) -> str:
-    """Have an engine that was paused go on; what went wrong, empty if nothing did."""
-    wrong = ""
-    for call in record.get("wake") or ():
-        try:
-            request("POST", call["url"], call["body"], call["token_file"], call["timeout"])
-        except OSError as exc:
-            wrong = wrong or f"{call['url']}: {exc}"
-    return wrong
+    """Have an engine that was paused go on, asking again for a while; what went wrong, empty if nothing did. What it
+    has not done stays in the record."""
+    deadline, pause = time.monotonic() + PATIENCE, 0.5
+    while record.get("wake"):
+        left, wrong = [], ""
+        for call in record["wake"]:
+            try:
+                request("POST", call["url"], call["body"], call["token_file"], call["timeout"])
+            except OSError as exc:
+                left.append(call)
+                wrong = wrong or f"{call['url']}: {exc}"
+        record["wake"] = left
+        if left and time.monotonic() + pause >= deadline:
+            return wrong
+        time.sleep(pause if left else 0)
+        pause = min(2 * pause, 10.0)
+    return ""
 
 
 def tidy(record: dict[str, Any]) -> None:
-    """Take away the drop-in that kept the service manager from acting on the stopped unit."""
+    """Take away what kept the service manager from acting on the stopped unit, and from starting it again."""
+    if record.get("lift"):
+        subprocess.run(record["lift"], timeout=120, check=False)
     drop_in = record.get("drop_in")
     if drop_in and Path(drop_in).exists():
         Path(drop_in).unlink()
@@ -449,34 +472,72 @@ def tidy(record: dict[str, Any]) -> None:
         subprocess.run(["systemctl", "daemon-reload"], timeout=120, check=False)
 
 
+def ask_child(action: str, pids: list[int], pairs: dict[str, str], seconds: float) -> list[Said]:
+    """The action in a child with a deadline; who hangs in the driver does not answer, and is left to it."""
+    with tempfile.TemporaryFile() as out:
+        argv = [sys.executable, __file__, action, json.dumps({"pairs": pairs}), *map(str, pids)]
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, start_new_session=True)
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)
+        out.seek(0)
+        lines = out.read().decode("utf-8", "replace").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
 def thaw(path: Path, patience: float = 600.0, limit: float = 1200.0) -> str:
     """What the dead-man timer does: let work that still stands go on; says what it did. A process for which the driver
     has no answer within ``limit`` seconds keeps no other from going on.
 
     Who holds the record for longer than ``patience`` seconds hangs, perhaps for ever, in a store that does not answer.
-    The work goes on all the same: whoever wakes up then finds by the record that its save is out of date.
+    The work goes on all the same: whoever wakes up then finds by the record that its save is out of date. But not if it
+    is being ended: that is taken back only while nobody is at it, and nothing of the work was ended yet.
+
+    A step that fails or hangs does not keep the next from being taken.
     """
     with contextlib.ExitStack() as stack:
+        alone = False
         with contextlib.suppress(TimeoutError):
             stack.enter_context(held(path, patience))
+            alone = True
         record = read_record(path)
-        if record.get("state") not in (FROZEN, PUBLISHED):
+        state = record.get("state")
+        half_ended = state == COMMITTING and alone and stands(record)
+        if state not in (FROZEN, PUBLISHED) and not half_ended and not (state == THAWED and record.get("wake")):
             return f"nothing to do: {path} is {record.get('state', 'gone')}"
+        wrong: list[str] = []
+        states: dict[int, str] = {}
 
         def ask(action: str, pids: list[int], pairs: dict[str, str]) -> list[Said]:
-            said: list[Said] = []
-            act_on_all(action, pids, 10.0, pairs, said.append, limit)
-            return list(said)
+            return ask_child(action, pids, pairs, limit)
 
-        states = run_again(record, ask)
-        tidy(record)
-        if record.get("plain"):
-            shutil.rmtree(record["plain"], ignore_errors=True)
-        asleep = wake(record)
-        record.update(state=THAWED, thawed_at=time.time(), thawed_states={str(k): v for k, v in states.items()})
-        write_record(path, record)
-        wrong = {pid: state for pid, state in states.items() if state != RUNNING}
-        return f"let {record['workload']} go on" + (f", but {wrong or asleep}" if wrong or asleep else "")
+        def go_on() -> None:
+            states.update(run_again(record, ask))
+
+        def note() -> None:
+            record.update(state=THAWED, thawed_at=time.time(), thawed_states={str(k): v for k, v in states.items()})
+            write_record(path, record)
+
+        def forget_plain() -> None:
+            if record.get("plain"):
+                shutil.rmtree(record["plain"], ignore_errors=True)
+
+        def wake_up() -> None:
+            if record.get("wake"):
+                asleep = wake(record)
+                wrong.extend([asleep] if asleep else [])
+                write_record(path, record)
+
+        for act in (go_on, note, lambda: tidy(record), forget_plain, wake_up):
+            try:
+                act()
+            except Exception as exc:
+                wrong.append(f"{type(exc).__name__}: {exc}")
+        still = {pid: state for pid, state in states.items() if state != RUNNING}
+        wrong += [str(still)] if still else []
+        return f"let {record['workload']} go on" + (f", but {'; '.join(wrong)}" if wrong else "")
 
 
 def main(argv: list[str]) -> int:

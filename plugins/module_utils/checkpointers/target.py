@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers impo
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import (
     SOURCE_FROZEN,
     SOURCE_GONE,
+    SOURCE_UNKNOWN,
     CheckpointError,
     Work,
 )
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import (
+    ENDING,
     FAILED,
     FORMAT,
     MIB,
@@ -46,6 +48,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.comm
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.container import Podman
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Service, ServiceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import health, nvml
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.lock import Clock
 
 
 class Target(Common):
@@ -60,6 +63,9 @@ class Target(Common):
         with self._held(work, "restores") as (path, record):
             if record.get("artefact") == artefact_id and record.get("state") in (STARTING, UNLOCKING, RUNNING):
                 return record
+            if record.get("state") == ENDING:
+                self._end(work, path, record)
+            self._put_back(work, path, record)
             manifest = self._whole(work, artefact_id, digest)
             own = suspend.read_record(self.record_path(work.name)).get("artefact") == artefact_id
             report = self._observe()
@@ -79,6 +85,7 @@ class Target(Common):
                     "progress": manifest.get("progress", []),
                     "map": self._map(work, manifest, path, report),
                     "at": self._now(),
+                    "clock": asdict(Clock.read(self._proc)),
                     "checked": self._stamp(artefact_id, manifest),
                 }
                 suspend.write_record(path, record)
@@ -251,22 +258,22 @@ class Target(Common):
     def _claimed(self, own: Path) -> set[str]:
         """GPUs that other restores on this node have been promised and do not hold yet."""
         claimed: set[str] = set()
+        clock = Clock.read(self._proc)
         for path in own.parent.glob("*.json"):
             if path == own:
                 continue
             with contextlib.suppress(ValueError, OSError):
                 record = suspend.read_record(path)
-                if (
-                    record.get("state") in (PREPARED, STARTING, UNLOCKING)
-                    and self._now() - record["at"] < self._limits.freeze
-                ):
+                since = record.get("clock", {})  # nobody sets that one, and no place is kept through a reboot
+                waits = since.get("boot_id") == clock.boot_id and clock.uptime - since["uptime"] < self._limits.freeze
+                if record.get("state") in (PREPARED, STARTING, UNLOCKING) and waits:
                     had = {uuid for member in record["members"] for uuid in member["gpus"]}
                     claimed.update(record["map"].get(uuid, uuid) for uuid in had)
         return claimed
 
     def restore(self, work: Work, artefact_id: str) -> dict[str, Any]:
         with self._held(work, "restores") as (path, record):
-            if record.get("artefact") != artefact_id or record.get("state") in (None, FAILED):
+            if record.get("artefact") != artefact_id or record.get("state") in (None, FAILED, ENDING):
                 raise self._failed(
                     work,
                     "policy",
@@ -304,15 +311,21 @@ class Target(Common):
                 timings["cuda"] = round(awake - mark - timings["restore"], 3)
                 service.settle()
                 evidence = self._verify(work, record, self._limits.settle)
-            except (CheckpointError, ServiceError, OSError, artefact.ArtefactError) as exc:
-                self._give_up(path, record, service)
+            except Exception as exc:
+                left = ""
+                try:
+                    self._give_up(path, record, service)
+                except (ServiceError, OSError) as worse:
+                    left = f"; it is not proven to have ended: {worse}"
                 if isinstance(exc, CheckpointError):
-                    raise CheckpointError(replace(exc.reason, source=SOURCE_GONE)) from exc
+                    reason = replace(exc.reason, source=SOURCE_GONE, observed=exc.reason.observed + left)
+                    raise CheckpointError(reason) from exc
+                known = isinstance(exc, (ServiceError, OSError, artefact.ArtefactError))
                 raise self._failed(
                     work,
                     "restore_failed",
                     "restore",
-                    str(exc),
+                    (str(exc) if known else f"{type(exc).__name__}: {exc}") + left,
                     "success",
                     service.status_command,
                     SOURCE_GONE,
@@ -439,6 +452,7 @@ class Target(Common):
         suspend.write_record(path, record)
         locked = [pid for pid in cuda if states[pid] in (suspend.CHECKPOINTED, suspend.LOCKED)]
         self._phase(work, "unlock", locked, suspend.RUNNING, self._limits.look)
+        paused = record.get("wake")
         trouble = suspend.wake(record)
         if trouble:
             raise self._failed(
@@ -449,7 +463,7 @@ class Target(Common):
                 "an engine that goes on",
                 self._service(record["unit"]).log_command,
             )
-        if record.pop("wake", None):  # an engine may take a second call amiss
+        if paused:  # an engine may take a second call amiss
             suspend.write_record(path, record)
 
     def _memory_back(self, work: Work, record: Mapping[str, Any], locked: Sequence[int]) -> None:
@@ -487,9 +501,14 @@ class Target(Common):
         return [one.text for one in found if one.pci in addresses or one.detail["pid"] in pids]
 
     def _stop(self, record: Mapping[str, Any], service: Service) -> None:
-        """End what there is of a restored work."""
-        service.end(lambda: self._there(record, service), 60.0)
+        """End what there is of a restored work; :raises ServiceError: if that is not proven."""
+        service.end(lambda: self._alive(record, service), 60.0)
         service.reset()
+
+    def _alive(self, record: Mapping[str, Any], service: Service) -> list[int]:
+        """PIDs of a restored work, and of what else is in its unit; :raises ServiceError: if that cannot be seen."""
+        known = suspend.same(record["members"], self._proc) if record.get("restored") else []
+        return sorted({*known, *suspend.pids_of(service.show().get("ControlGroup", ""), self._sys)})
 
     def _there(self, record: Mapping[str, Any], service: Service) -> list[int]:
         """PIDs of a restored work; before its start times are known, whatever is in its unit."""
@@ -498,39 +517,58 @@ class Target(Common):
         return suspend.pids_of(service.show().get("ControlGroup", ""), self._sys)
 
     def _give_up(self, path: Path, record: dict[str, Any], service: Service) -> None:
-        """A half restored work is worse than none: end it, and put back the files it displaced."""
-        was = record["state"]
+        """A half restored work is worse than none: end it, and put back the files it displaced.
+
+        :raises ServiceError: if it is not proven to have ended; its files stay as they are, and the record says so.
+        """
+        was = record["was"] if record["state"] == ENDING else record["state"]
+        record.update(state=ENDING, was=was)
+        with contextlib.suppress(OSError):
+            suspend.write_record(path, record)
+        if was != PREPARED:
+            service.guard()
+            self._stop(record, service)
+        left = self._alive(record, service)
+        if left:
+            raise ServiceError(f"{service.unit} still has PIDs {', '.join(map(str, left))}")
+        if was == UNPACKING or record.get("own"):
+            service.moved.place([service.unit])  # it goes on where it was, or nowhere yet
         with contextlib.suppress(ServiceError):
+            service.settle()
             if was != PREPARED:
-                service.guard()
-                self._stop(record, service)
                 service.unguard()
                 if was != UNPACKING:
                     service.forget()
-        with contextlib.suppress(ServiceError):
-            service.settle()
-        carried.undo(record.get("aside", ()))
+        aside = carried.undo(record.get("aside", ()))
         self._drop_plain(record)
-        if was == UNPACKING or record.get("own"):
-            service.moved.place([service.unit])  # it goes on where it was, or nowhere yet
-        record.update(state=FAILED, ran=was in (UNLOCKING, RUNNING), aside=[])
+        record.update(state=FAILED, ran=was in (UNLOCKING, RUNNING), aside=aside)
         with contextlib.suppress(OSError):
             suspend.write_record(path, record)
+
+    def _end(self, work: Work, path: Path, record: dict[str, Any]) -> None:
+        service = self._service(record["unit"])
+        try:
+            self._give_up(path, record, service)
+        except (ServiceError, OSError) as exc:
+            expected, look = "proof that it does not run here", service.status_command
+            raise self._failed(work, "restore_failed", "absent", str(exc), expected, look, SOURCE_UNKNOWN) from exc
 
     def absent(self, work: Work, also_running: bool = False) -> dict[str, Any]:
         """See that a work that was to be restored here does not run here, ending what there is of it.
 
         One that was restored and proven is only ended with ``also_running``. ``ran`` says whether it had been let go
         on, so that a restore elsewhere would repeat what it did.
+
+        :raises CheckpointError: if that cannot be seen, or it cannot be ended.
         """
         with self._held(work, "restores") as (path, record):
             state = record.get("state")
-            begun = state in (PREPARED, STARTING, UNLOCKING, UNPACKING)
+            begun = state in (PREPARED, STARTING, UNLOCKING, UNPACKING, ENDING)
             if begun or (state == RUNNING and also_running):
-                self._give_up(path, record, self._service(record["unit"]))
+                self._end(work, path, record)
                 return {"changed": True, "runs": False, "ran": bool(record["ran"])}
-            alive = state == RUNNING and bool(self._there(record, self._service(record["unit"])))
-            return {"changed": False, "runs": alive, "ran": bool(record.get("ran")) or state == RUNNING}
+            runs = bool(record) and bool(self._alive(record, self._service(record["unit"])))
+            return {"changed": False, "runs": runs, "ran": bool(record.get("ran")) or state == RUNNING}
 
     # -- proof
 

@@ -121,7 +121,7 @@ def waits(pid: int, proc: str = "/proc") -> bool:
 def inner_pid(pid: int, proc: str = "/proc") -> int:
     """The PID that a process has in its own PID namespace; its PID if it has none of its own, or is gone."""
     try:
-        found = re.search(r"^NSpid:.*?(\d+)$", Path(proc, str(pid), "status").read_text(), re.MULTILINE)
+        found = re.search(r"^NSpid:.*?(\d+)$", Path(proc, str(pid), "status").read_text(errors="replace"), re.MULTILINE)
     except OSError:
         found = None
     return int(found[1]) if found else pid

@@ -35,8 +35,10 @@ COMMIT = {
     "untimed": ("service", "disarm", 1),
     "held": ("moved", "place", 1),
     "guarded": ("service", "guard", 1),
+    "let-go": ("service", "guard", 1),
     "ended": ("service", "end", 1),
-    "committed": ("suspend", "write_record", 2),
+    "killing": ("suspend", "write_record", 2),
+    "committed": ("suspend", "write_record", 3),
 }
 RESTORE = {
     "starting": ("suspend", "write_record", 1),
@@ -75,7 +77,8 @@ def test_a_capture_that_ends_after_any_act_is_taken_up_again(works: Works) -> No
 
 
 def test_an_end_or_a_restore_that_ends_after_any_act_is_taken_up_again(works: Works) -> None:
-    """For some, the end at the source is cut off; for others, which were given to the second machine, the restore."""
+    """For some, the end at the source is cut off; for others, which were given to the second machine, the restore. One
+    of the first its timer lets go on, as nothing of it was ended yet: it is saved anew."""
     rows = [Work(name, gpu=number % GPUS) for number, name in enumerate([*COMMIT, *RESTORE])]
     ending, coming = rows[: len(COMMIT)], rows[len(COMMIT) :]
     store = {"store": str(works.share / "store")}
@@ -86,6 +89,9 @@ def test_an_end_or_a_restore_that_ends_after_any_act_is_taken_up_again(works: Wo
     works.checkpoint("committed", coming, target=SECOND, **store)
     die(works, HOME, "commit", COMMIT, target=FIRST, **store)
     die(works, SECOND, "restore", RESTORE, **store)
+    works.sh(HOME, "systemctl start gpufleet-thaw-let-go.service.2.service")
+    assert "thawed" in works.sh(HOME, "cat /var/lib/gpufleet/checkpoints/let-go.json")
+    assert works.sh(HOME, "ls /etc/systemd/system/let-go.service.d 2>/dev/null; true") == ""
     told = works.move(*rows, to=[FIRST, SECOND], shared=True, **store)
     after = works.look()
     where = {**{work.name: FIRST for work in ending}, **{work.name: SECOND for work in coming}}

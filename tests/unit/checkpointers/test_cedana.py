@@ -341,3 +341,26 @@ def test_an_engine_that_was_let_go_on_is_not_ended(place: Place, engine: EngineS
     with pytest.raises(CheckpointError, match="let go on meanwhile"):
         place.backend().commit(given, "node2")
     assert place.backend().abort(given) == "running"
+
+
+def test_a_save_that_is_not_the_one_that_was_told_of_is_not_restored(place: Place) -> None:
+    captured = place.backend().capture(OWN)
+    with pytest.raises(CheckpointError, match="hash_mismatch"):
+        place.backend().restore(OWN, captured.artefact, "0" * 64)
+    place.backend().restore(OWN, captured.artefact, captured.digest)
+
+
+def test_an_engine_that_does_not_go_on_is_asked_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspend, "PATIENCE", 1.0)
+    server = EngineServer("sglang")
+    try:
+        engine = replace(OWN, save={**OWN.save, "engine": {"kind": "sglang", "url": server.url, "drain": 1}})
+        captured = place.backend().capture(engine)
+        server.refuses = {"/continue_generation"}
+        assert (place.backend().abort(engine), server.paused) == ("lost", True)
+        assert place.timer.armed, "it asks, too"
+        server.refuses = set()
+        assert (place.backend().abort(engine), server.paused) == ("running", False)
+        assert place.timer.armed is None and not (place.folder / "store" / captured.artefact).exists()
+    finally:
+        server.close()

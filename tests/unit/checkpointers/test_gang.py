@@ -120,3 +120,23 @@ def test_a_node_that_is_lost_while_they_are_let_go_on_is_named(two: Two) -> None
     assert "a timer on it lets its work go on" in done["node1"]["msg"]
     armed = two.places["node1"].unit.armed
     assert armed and armed[-2] == "thaw"
+
+
+def test_a_gang_that_is_ended_again_is_ended_to_the_last_member() -> None:
+    """One that cannot be is told of, and does not keep the others running alone."""
+    results: list[dict[str, Any]] = [
+        {"workload": name, "ok": name != "failed", "reason": None} for name in ("failed", "busy", "well")
+    ]
+    asked: list[str] = []
+
+    def end(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        asked.append(given["name"])
+        if given["name"] == "busy":
+            raise TimeoutError("another process has held it")
+        return {"changed": True}
+
+    options.end_gang(results, [{"name": one["workload"]} for one in results], end, 1)
+    assert asked == ["busy", "well"]
+    assert [one["ok"] for one in results] == [False, False, False]
+    assert results[1]["msg"].startswith("not ended (") and "another process" in results[1]["msg"]
+    assert results[2]["msg"].startswith("ended again")

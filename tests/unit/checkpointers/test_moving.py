@@ -16,6 +16,7 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers impo
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.moving import (
     ABSENT,
     COLD,
+    LOST,
     MOVED,
     SAVED,
     STAYED,
@@ -595,6 +596,32 @@ def back(world: World) -> list[moving.Outcome]:
     return move_back.back([one for one in records if one["state"] in ("running", "left")])
 
 
+STANDS = {
+    # what cannot be done, and what is said of the work when it is to be let go on → how it ends, and where
+    "its-timer-cannot-be-set": ("captured", "running", (STAYED, None)),
+    "it-cannot-be-ended": ("committed", "running", (STAYED, None)),
+    "nor-let-go-on": ("committed", "unknown", (UNKNOWN, "home")),
+    "it-broke": ("committed", "lost", (COLD, None)),
+    "somebody-has-it": ("committed", "gone", (UNKNOWN, "home")),
+}
+
+
+@pytest.mark.parametrize(("fails", "source", "ending"), STANDS.values(), ids=STANDS)
+def test_work_that_stands_is_never_said_to_run(
+    monkeypatch: pytest.MonkeyPatch, fails: str, source: str, ending: tuple[str, str | None]
+) -> None:
+    world = three(home=Node(frozen={"one"}, running={"two"}))
+    world.trouble = {("home", fails): "policy"}
+    real = world.one
+
+    def one(name: str, node: Node, state: str, options: Mapping[str, Any], work: Any) -> dict[str, Any]:
+        told = real(name, node, state, options, work)
+        return {**told, "source": source} if state == "aborted" else told
+
+    monkeypatch.setattr(world, "one", one)
+    assert how(move(world).away([work("one")], ["a", "b"])) == [ending]
+
+
 def test_the_way_home() -> None:
     world = guest()
     assert how(back(world)) == [(MOVED, "home")]
@@ -614,6 +641,43 @@ def test_a_guest_stays_if_it_cannot_go_home(where: tuple[str, str]) -> None:
     assert world.nodes["a"].running == {"one"}
     assert world.nodes["a"].came["one"]["state"] == "running"
     assert not any(node.store for node in world.nodes.values()), "what it left with is out of date"
+
+
+@pytest.mark.parametrize(
+    ("source", "ending"),
+    [("running", (STAYED, None)), ("lost", (LOST, None)), ("unknown", (UNKNOWN, "a"))],
+)
+def test_a_guest_that_does_not_leave_is_said_to_be_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, source: str, ending: tuple[str, str | None]
+) -> None:
+    world = guest()
+    world.trouble = {("a", "left"): "publish_failed"}
+    real = world.one
+    monkeypatch.setattr(world, "one", lambda *args: {**real(*args), "source": source})
+    assert how(back(world)) == [ending]
+
+
+def test_a_guest_that_may_run_at_home_is_not_started_here() -> None:
+    world = guest()
+    world.trouble = {("home", "home"): "verify_failed", ("home", "absent"): "restore_failed"}
+    (outcome,) = back(world)
+    assert (outcome.how, outcome.to) == (UNKNOWN, "home")
+    assert world.nodes["a"].running == set() and ("a", "returned") not in world.calls
+    assert world.nodes["home"].store == {"save-one"}, "somebody may want it"
+
+
+def test_what_goes_home_is_what_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the hash of its manifest tells, which whoever can write to the store cannot change."""
+    world = guest()
+    real, given = world.one, []
+
+    def one(name: str, node: Node, state: str, options: Mapping[str, Any], work: Any) -> dict[str, Any]:
+        given.extend([work["digest"]] if state == "home" else [])
+        return {**real(name, node, state, options, work), **({"digest": "d1g35t"} if state == "left" else {})}
+
+    monkeypatch.setattr(world, "one", one)
+    assert how(back(world)) == [(MOVED, "home")]
+    assert given == ["d1g35t"]
 
 
 @pytest.mark.parametrize(("trouble", "reason"), [("key", "key_mismatch:encryption"), ("lost", "no_target")])

@@ -28,9 +28,8 @@ from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers impo
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import CheckpointError, Work
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import ServiceError
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import Moved, ServiceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import gpus, nvml
-from ansible_collections.gpufleet.driver.plugins.module_utils.host.systemd import Hold
 
 CRIU = """#!{python}
 import os, signal, sys, time
@@ -76,9 +75,10 @@ class Unit:
         self.guard_path = folder / "guard.conf"
         self.armed: list[str] | None = None
         self.seconds = 0.0
-        self.moved = Hold(folder / "units", "moved")
+        self.moved = Moved(folder / "units", "moved")
         self.properties: dict[str, str] = {}
         self.arm_fails = False
+        self.fails: set[str] = set()
 
     def show(self) -> dict[str, str]:
         alive = self.process.poll() is None
@@ -93,6 +93,8 @@ class Unit:
         return "[Service]\n"
 
     def guard(self) -> None:
+        if "guard" in self.fails:
+            raise ServiceError("systemd did not read its units again")
         self.guard_path.write_text("guard")
 
     def unguard(self) -> None:
@@ -100,7 +102,7 @@ class Unit:
 
     def arm(self, argv: Sequence[str], seconds: float) -> None:
         if self.arm_fails:
-            raise OSError("no timer")
+            raise ServiceError("no timer")
         self.armed, self.seconds = list(argv), seconds
 
     def disarm(self) -> None:
@@ -512,10 +514,19 @@ def test_an_engine_with_requests_that_do_not_end_is_not_stopped(place: Place, en
     assert not engine.paused
 
 
-def test_an_engine_that_does_not_go_on_is_lost(place: Place, engine: EngineServer) -> None:
+def test_an_engine_that_does_not_go_on_is_lost_and_asked_again(
+    place: Place, engine: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspend, "PATIENCE", 1.0)
     place.backend().capture(place.work)
     engine.refuses = {"/resume_memory_occupation"}
     assert place.backend().abort(place.work) == "lost"
+    assert place.unit.armed and [call["url"] for call in place.record()["wake"]] == [
+        f"{engine.url}/resume_memory_occupation"
+    ]
+    engine.refuses = set()
+    thaw(place)
+    assert (engine.paused, engine.asleep, place.record()["wake"]) == (False, False, [])
 
 
 def test_work_that_was_let_go_on_is_not_ended(place: Place) -> None:
@@ -557,14 +568,14 @@ def test_an_end_that_was_cut_off_is_carried_out_by_the_next_run(place: Place) ->
     place.backend().capture(place.work)
     backend = place.backend()
 
-    def crash() -> None:
+    def crash(*dummy: Any) -> None:
         raise Crash
 
-    place.unit.disarm = crash  # type: ignore[method-assign]
+    place.unit.end = crash  # type: ignore[method-assign,assignment]
     with pytest.raises(Crash):
         backend.commit(place.work, "node2")
     assert place.record()["state"] == "committing" and suspend.stands_still(place.pid)
-    del place.unit.disarm
+    del place.unit.end
     again = place.backend().capture(place.work)
     assert (again.source, again.target) == ("gone", "node2")
     assert place.process.poll() == -signal.SIGKILL
@@ -613,7 +624,7 @@ def test_a_save_during_which_the_timer_came_is_not_used(place: Place, monkeypatc
         return real(*args, **options)
 
     monkeypatch.setattr(suspend, "tidy", lambda record: None)
-    monkeypatch.setattr(suspend, "act_on_all", lambda *args, **options: None)
+    monkeypatch.setattr(suspend, "ask_child", lambda *args: [])
     monkeypatch.setattr(artefact, "publish", slow)
     with pytest.raises(CheckpointError, match="its timer let it go on while") as caught:
         place.backend().capture(place.work)
@@ -654,8 +665,99 @@ def test_a_deleted_file_is_not_looked_for_on_the_target(tmp_path: Path) -> None:
 def test_a_damaged_record_is_not_guessed_at(place: Place) -> None:
     place.backend().capture(place.work)
     place.backend().record_path("work").write_text("{")
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with pytest.raises(CheckpointError, match="is damaged") as caught:
         place.backend().capture(place.work)
+    assert caught.value.reason.source == "frozen", "a look at the processes tells"
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """No record of that state can be written."""
+    real = suspend.write_record
+
+    def write(path: Path, record: dict[str, Any]) -> None:
+        if record["state"] == state:
+            raise OSError(28, "No space left on device", str(path))
+        real(path, record)
+
+    monkeypatch.setattr(suspend, "write_record", write)
+
+
+def test_a_save_that_cannot_be_written_down_is_undone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    full_disk(monkeypatch, "published")
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        place.backend().capture(place.work)
+    assert caught.value.reason.source == "running"
+    assert place.left_behind == [] and goes_on(place.process)
+
+
+def test_work_whose_end_cannot_be_written_down_still_stands(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.backend().capture(place.work)
+    with monkeypatch.context() as full:
+        full_disk(full, "committing")
+        with pytest.raises(CheckpointError, match="No space left") as caught:
+            place.backend().commit(place.work, "node2")
+    assert caught.value.reason.source == "frozen" and place.unit.armed
+    assert place.backend().commit(place.work, "node3") == "gone"
+
+
+def test_work_that_was_ended_needs_no_second_record_of_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = place.backend().capture(place.work)
+    with monkeypatch.context() as full:
+        full_disk(full, "committed")
+        assert place.backend().commit(place.work, "node2") == "gone"
+    assert place.record()["state"] == "committing" and place.process.poll() == -signal.SIGKILL
+    with pytest.raises(CheckpointError, match="was given to node2"):
+        place.backend().commit(place.work, "node3")
+    assert place.backend().abort(place.work) == "gone"
+    place.backend().reassign(place.work, "node3")
+    assert place.record()["state"] == "committed"
+    assert place.backend().discard(place.work, captured.artefact)
+
+
+HALF_ENDED: dict[str, Callable[[Place], object]] = {
+    **LET_GO,
+    "given-to-another": lambda place: place.backend().commit(place.work, "node3"),
+}
+
+
+@pytest.mark.parametrize("fails", ["guard", "place"])
+@pytest.mark.parametrize("then", HALF_ENDED.values(), ids=HALF_ENDED)
+def test_work_that_could_not_be_ended_is_not_lost(place: Place, fails: str, then: Callable[[Place], object]) -> None:
+    place.backend().capture(place.work)
+    place.unit.fails = {fails}
+    if fails == "place":
+        place.unit.moved.directory.write_text("no directory")
+    with pytest.raises(CheckpointError) as caught:
+        place.backend().commit(place.work, "node2")
+    assert caught.value.reason.source == "frozen" and place.unit.armed
+    place.unit.fails = set()
+    if fails == "place":
+        place.unit.moved.directory.unlink()
+    said = then(place)
+    if said == "gone":
+        assert place.record()["target"] == "node3" and place.unit.moved.held() == ["work.service"]
+    else:
+        assert goes_on(place.process)
+        assert place.unit.moved.held() == [], "or it would not be started at the next boot"
+
+
+def test_a_timer_that_cannot_be_set_anew_leaves_the_work_as_it_is(place: Place) -> None:
+    place.backend().capture(place.work)
+    place.unit.arm_fails = True
+    with pytest.raises(CheckpointError, match="no timer") as caught:
+        place.backend().capture(place.work)
+    assert caught.value.reason.source == "frozen" and place.unit.armed
+
+
+def test_a_surprise_in_a_capture_is_no_damaged_record(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def surprise(*dummy: Any) -> None:
+        raise ValueError("what nobody thought of")
+
+    monkeypatch.setattr(tree, "journal_sockets", surprise)
+    with pytest.raises(CheckpointError, match="ValueError: what nobody thought of") as caught:
+        place.backend().capture(place.work)
+    assert (caught.value.reason.reason, caught.value.reason.source) == ("checkpoint_failed", "running")
+    assert place.left_behind == [] and goes_on(place.process)
 
 
 def test_the_record_is_private_and_tells_who(place: Place) -> None:
@@ -664,3 +766,9 @@ def test_the_record_is_private_and_tells_who(place: Place) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     record = json.loads(path.read_text())
     assert (record["state"], record["unit"], record["members"][0]["pid"]) == ("published", "work.service", place.pid)
+
+
+def test_a_name_that_was_cut_in_the_middle_of_a_letter(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/status").write_bytes(b"Name:\tabcdefghijklm\xc3\nNSpid:\t7\t3\n")
+    assert tree.inner_pid(7, str(tmp_path)) == 3

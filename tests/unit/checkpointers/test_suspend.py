@@ -218,7 +218,7 @@ def test_one_that_hangs_keeps_the_dead_man_from_no_other(gpus: Gpus, tmp_path: P
     members = [{"pid": one.pid, "start": suspend.start_of(one.pid), "cuda": True} for one in (hangs, other)]
     suspend.write_record(tmp_path / "work.json", {"state": suspend.FROZEN, "workload": "work", "members": members})
     code = f"import sys; sys.path.insert(0, {str(Path(SCRIPT).parent)!r}); import pathlib, suspend; "
-    code += f"print(suspend.thaw(pathlib.Path({str(tmp_path / 'work.json')!r}), 1, 3))"
+    code += f"print(suspend.thaw(pathlib.Path({str(tmp_path / 'work.json')!r}), 1, 6))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE, text=True, env=gpus.environment, timeout=60, check=True,
@@ -234,6 +234,34 @@ def test_the_dead_man_leaves_alone_what_was_ended_or_given_back(gpus: Gpus, tmp_
     record_of(process, tmp_path / "work.json", state)
     assert "nothing to do" in suspend.thaw(tmp_path / "work.json")
     assert gpus.ask("look", process.pid)[process.pid]["state"] == "locked"
+
+
+def test_who_hangs_in_the_driver_does_not_keep_the_others_standing(
+    gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what fails afterwards: an engine is woken although systemd did not read its units again."""
+    stuck, other = gpus.start(), gpus.start()
+    gpus.ask("lock", stuck.pid, other.pid)
+    gpus.knobs(f"cuda_hang.cuCheckpointProcessUnlock.{stuck.pid}=1")
+    members = [{"pid": one.pid, "start": suspend.start_of(one.pid), "cuda": True} for one in (stuck, other)]
+    path = tmp_path / "work.json"
+    wake = [{"url": "http://127.0.0.1:1/", "body": None, "token_file": None, "timeout": 1}]
+    suspend.write_record(path, {"state": suspend.PUBLISHED, "workload": "work", "members": members, "wake": wake})
+    asked: list[str] = []
+
+    def fail(dummy: dict[str, Any]) -> None:
+        raise subprocess.TimeoutExpired("systemctl daemon-reload", 120)
+
+    monkeypatch.setattr(suspend, "tidy", fail)
+    monkeypatch.setattr(suspend, "request", lambda method, url, *rest: asked.append(url))
+    for name in ("NVIDIA_STANDIN_ROOT", "LD_LIBRARY_PATH"):
+        monkeypatch.setenv(name, gpus.environment[name])
+    said = suspend.thaw(path, limit=10.0)
+    assert "TimeoutExpired" in said and str(stuck.pid) in said, said
+    assert goes_on(other)
+    assert asked == ["http://127.0.0.1:1/"]
+    record = suspend.read_record(path)
+    assert (record["state"], record["wake"]) == (suspend.THAWED, [])
 
 
 def test_a_reused_pid_is_not_taken_for_the_work(tmp_path: Path) -> None:

@@ -7,19 +7,28 @@ once."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import artefact, facts, suspend, tree
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers import (
+    artefact,
+    carried,
+    facts,
+    suspend,
+    tree,
+)
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.base import CheckpointError, Work
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.common import FORMAT, Limits
 from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.cuda_criu import CudaCriu
+from ansible_collections.gpufleet.driver.plugins.module_utils.checkpointers.service import ServiceError
 from ansible_collections.gpufleet.driver.plugins.module_utils.execution import Completed
 from ansible_collections.gpufleet.driver.plugins.module_utils.host import nvml
+from ansible_collections.gpufleet.driver.plugins.module_utils.host.lock import Clock
 from ansible_collections.gpufleet.driver.plugins.module_utils.planning import compatibility
 
 GIB = 1 << 30
@@ -51,9 +60,48 @@ class Service:
     def __init__(self, active: str = "inactive") -> None:
         self.active = active
         self.limit = "infinity"
+        self.fails: set[str] = set()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.cgroup: Path | None = None
 
     def show(self) -> dict[str, str]:
-        return {"ActiveState": self.active, "MemoryMax": self.limit}
+        if "show" in self.fails:
+            raise ServiceError("podman does not answer")
+        return {"ActiveState": self.active, "ControlGroup": "/work", "MemoryMax": self.limit}
+
+    def run(self, sys_root: Path) -> None:
+        """A process of its unit."""
+        self.processes.append(subprocess.Popen(["sleep", "600"]))
+        self.cgroup = sys_root / "fs/cgroup/work"
+        self.cgroup.mkdir(parents=True)
+        (self.cgroup / "cgroup.procs").write_text(f"{self.processes[0].pid}\n")
+
+    def guard(self) -> None:
+        if "guard" in self.fails:
+            raise ServiceError("systemd did not read its units again")
+
+    def end(self, alive: Callable[[], Sequence[int]], timeout: float) -> None:
+        if "end" in self.fails:
+            raise ServiceError(f"PIDs {list(alive())} are still there after SIGKILL")
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        if self.cgroup:
+            (self.cgroup / "cgroup.procs").unlink(missing_ok=True)
+
+    def stop(self, timeout: float) -> Completed:
+        self.active = "inactive"
+        return Completed(("systemctl", "stop"), 0, "", "", 0.1)
+
+    def start(self, timeout: float) -> bool:
+        self.active = "active"
+        return True
+
+    def reset(self) -> None: ...
+
+    def unguard(self) -> None: ...
+
+    def forget(self) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -136,16 +184,20 @@ class Node:
             observe=lambda: nvml.Report("ok", "", None, None, None, None, devices),
             usage=lambda: self.usage,
             service=lambda dummy: self.service,  # type: ignore[arg-type,return-value]
+            sys_root=str(self.tmp_path / "sys"),
         )
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     made = Node(tmp_path)
     monkeypatch.setattr(facts, "node_facts", lambda *args: made.facts)
     monkeypatch.setattr(CudaCriu, "probe", lambda self: [])
     monkeypatch.setattr(tree, "memory_available", lambda proc: 64 * GIB)
-    return made
+    yield made
+    for process in made.service.processes:
+        process.kill()
+        process.wait()
 
 
 def refused(node: Node, work: Work) -> str:
@@ -367,3 +419,121 @@ def test_work_that_never_came_is_proven_absent(node: Node) -> None:
     assert node.backend().absent(work) == {"changed": False, "runs": False, "ran": False}
     node.backend().prepare(work, "work")
     assert node.backend().absent(work) == {"changed": True, "runs": False, "ran": False}
+
+
+@pytest.mark.parametrize("state", ["starting", "unlocking", "running", "failed"])
+@pytest.mark.parametrize("fails", ["guard", "end", "show"])
+def test_work_that_may_still_run_is_not_proven_absent(node: Node, fails: str, state: str) -> None:
+    """Not by the restore that failed over it either: the files it uses stay, and the next look tries again."""
+    work = node.save()
+    data = node.tmp_path / "data.before"
+    data.write_text("what was here")
+    aside = [{"path": str(node.data), "kept": str(data), "existed": True}]
+    path = node.backend().record_path("work", "restores")
+    record = {**node.backend().prepare(work, "work"), "state": state, "aside": aside}
+    suspend.write_record(path, record)
+    node.service.run(node.tmp_path / "sys")
+    node.service.fails = {fails}
+    if state == "failed" and fails != "show":
+        assert node.backend().absent(work)["runs"]
+        return
+    with pytest.raises(CheckpointError, match=r"restore_failed at absent|podman does not answer"):
+        node.backend().absent(work, also_running=True)
+    assert node.data.read_bytes() == b"x" * 10
+    with pytest.raises(CheckpointError, match="prepared here" if state != "failed" else "prepared here|says failed"):
+        node.backend().restore(work, "work")
+    if state == "failed":
+        return
+    assert suspend.read_record(path)["state"] == "ending"
+    node.service.fails = set()
+    told = node.backend().absent(work)
+    assert (told["runs"], told["ran"]) == (False, state in ("unlocking", "running"))
+    assert node.data.read_text() == "what was here"
+
+
+def test_a_restore_that_fails_tells_that_it_may_still_run(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it fails over, also what nobody thought of."""
+    work = node.save()
+    node.backend().prepare(work, "work")
+
+    def started(self: CudaCriu, work: Work, service: Service, path: Path, record: dict[str, Any], *rest: Any) -> None:
+        record.update(state="starting")
+        node.service.run(node.tmp_path / "sys")
+        raise ValueError("invalid continuation byte")
+
+    monkeypatch.setattr(CudaCriu, "_restart", started)
+    node.service.fails = {"guard"}
+    with pytest.raises(CheckpointError, match=r"ValueError: invalid .* not proven to have ended") as caught:
+        node.backend().restore(work, "work")
+    assert caught.value.reason.reason == "restore_failed"
+    assert suspend.read_record(node.backend().record_path("work", "restores"))["state"] == "ending"
+    node.service.fails = set()
+    assert node.backend().absent(work)["runs"] is False
+
+
+def test_files_that_could_not_be_put_back_are_not_forgotten(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing starts from half of another's, and what was set aside is not thrown away with the save."""
+    work = node.save()
+    kept = node.tmp_path / "data.before"
+    kept.write_text("what was here")
+    path = node.backend().record_path("work", "restores")
+    aside = [{"path": str(node.data), "kept": str(kept), "existed": True}]
+    suspend.write_record(path, {**node.backend().prepare(work, "work"), "state": "starting", "aside": aside})
+
+    def busy(path: str) -> None:
+        raise OSError(16, "Device or resource busy", path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(carried, "remove", busy)
+        node.backend().absent(work)
+        for act in (
+            lambda: node.backend().prepare(work, "work"),
+            lambda: node.backend().discard(work, "work"),
+            lambda: node.backend().return_cold(work, "node2"),
+        ):
+            with pytest.raises(CheckpointError, match=r"data\.before in its place"):
+                act()
+    assert node.backend().discard(work, "work")
+    assert node.data.read_text() == "what was here"
+
+
+@pytest.mark.parametrize(("seconds", "boot", "promised"), [(0, None, True), (901, None, False), (0, "another", False)])
+def test_a_place_is_kept_by_a_clock_that_nobody_sets(
+    node: Node, monkeypatch: pytest.MonkeyPatch, seconds: float, boot: str | None, promised: bool
+) -> None:
+    node.backend().prepare(node.save(), "work")
+    clock = Clock.read()
+    later = Clock(clock.now + 10_000, clock.uptime + seconds, boot or clock.boot_id)
+    monkeypatch.setattr(Clock, "read", lambda *dummy: later)
+    claimed = node.backend()._claimed(node.tmp_path / "state/restores/other.json")
+    assert claimed == ({"GPU-a"} if promised else set())
+
+
+@pytest.mark.parametrize("paths", [["/etc"], ["{}/data", "/etc"]])
+def test_only_declared_paths_come_home(node: Node, paths: list[str]) -> None:
+    """Whoever can write to the store may have named others."""
+    work = Work("work", "work.service", {"paths": [f"{node.tmp_path}/data"]})
+    node.save(backend={"name": "cuda_criu", "format": "files/1"}, paths=[one.format(node.tmp_path) for one in paths])
+    with pytest.raises(CheckpointError, match=r"holds /etc, which save\.paths does not name"):
+        node.backend().come_home(work, "work")
+    assert suspend.read_record(node.backend().record_path("work", "restores")) == {}
+
+
+def test_a_guest_that_cannot_be_said_to_have_left_runs_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk that is full by then, nobody would know that it stopped."""
+    work = node.save()
+    path = node.backend().record_path("work", "restores")
+    suspend.write_record(path, {**node.backend().prepare(work, "work"), "state": "running"})
+    node.service.active = "active"
+    real = suspend.write_record
+
+    def full(path: Path, record: dict[str, Any]) -> None:
+        if record["state"] == "left":
+            raise OSError(28, "No space left on device", str(path))
+        real(path, record)
+
+    monkeypatch.setattr(suspend, "write_record", full)
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        node.backend().leave(work)
+    assert (caught.value.reason.source, node.service.active) == ("running", "active")
+    assert suspend.read_record(path)["state"] == "running"
