@@ -16,7 +16,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,21 @@ _GHOSTS = 512 << 20
 """Bytes of a deleted file that is still open; CRIU's own limit of 1 MB is too small for what frameworks leave."""
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A workload's service, its properties, its processes, and which of them use CUDA (with their restore threads)."""
+
+    service: Service
+    shown: Mapping[str, str]
+    processes: Sequence[tree.Process]
+    cuda: Mapping[int, int]
+
+
 class Source(Common):
     """The end of a move at which the work is stopped, saved, and ended or let go on."""
 
-    def _look(self, work: Work) -> tuple[Service, Mapping[str, str], list[tree.Process]]:
-        """The service, its properties and its processes, seen twice the same."""
+    def _look(self, work: Work) -> _Seen:
+        """The processes are those that were seen twice the same."""
         if not work.unit and (not work.container or work.engine != "podman"):
             seen = f"a container of {work.engine}" if work.container else "no unit and no container is named"
             expected = "a systemd service or a container of podman"
@@ -105,7 +115,7 @@ class Source(Common):
                     processes.append(tree.look(pid, self._proc))
             self._sleep(_STEADY)
             if processes and [one.pid for one in processes] == suspend.pids_of(cgroup, self._sys):
-                return service, shown, processes
+                return _Seen(service, shown, processes, self._cuda(processes))
             self._sleep(0.5)
         raise self._failed(
             work,
@@ -117,18 +127,20 @@ class Source(Common):
         )
 
     def check(self, work: Work) -> list[Reason]:
-        found: list[Reason] = []
         try:
-            service, shown, processes = self._look(work)
+            return self._refusals(work, self._look(work))
         except CheckpointError as exc:
             return [exc.reason]
+
+    def _refusals(self, work: Work, looked: _Seen) -> list[Reason]:
+        found: list[Reason] = []
+        service, shown, processes, cuda = looked.service, looked.shown, looked.processes, looked.cuda
         unit = service.unit
         root = int(shown["MainPID"])
 
         def refuse(feature: str, observed: str, expected: str, command: str, pid: int | None = None) -> None:
             found.append(self._failed(work, feature, "check", observed, expected, command, pid=pid).reason)
 
-        cuda = self._cuda(processes)
         for one in self._uninterruptible(processes):
             refuse(
                 "unsupported_feature:uninterruptible",
@@ -289,7 +301,7 @@ class Source(Common):
         return found
 
     def estimate(self, work: Work) -> Estimate:
-        processes = self._look(work)[2]
+        processes = self._look(work).processes
         rss, used = self._sizes(processes, self._usage())
         on_gpu = sum(used.values())
         size = rss + on_gpu + carried.size(work.save.get("paths") or ())
@@ -343,10 +355,14 @@ class Source(Common):
                     "processes that were not, as after a restart",
                     f"rm {shlex.quote(str(path))} (to have it tried again)",
                 )
-            refused = self.check(work)
+            looked = self._look(work)
+            refused = self._refusals(work, looked)
             if refused:
                 raise CheckpointError(refused[0])
-            return self._captured(work, self._capture(work, path, failed))
+            cgroup = looked.shown.get("ControlGroup", "")
+            if [one.pid for one in looked.processes] != suspend.pids_of(cgroup, self._sys):
+                looked = self._look(work)  # checking takes a while, if the work is encrypted for example
+            return self._captured(work, self._capture(work, path, failed, looked))
 
     def _began_anew(self, record: Mapping[str, Any]) -> bool:
         """Whether the unit was started by somebody else since its processes were stopped: at boot, for example."""
@@ -384,9 +400,8 @@ class Source(Common):
     def _arm(self, service: Service, path: Path, seconds: float) -> None:
         service.arm([sys.executable, str(self._script), "thaw", str(path)], seconds)
 
-    def _capture(self, work: Work, path: Path, failed: int) -> dict[str, Any]:
-        service, shown, processes = self._look(work)
-        cuda = self._cuda(processes)
+    def _capture(self, work: Work, path: Path, failed: int, looked: _Seen) -> dict[str, Any]:
+        service, shown, processes, cuda = looked.service, looked.shown, looked.processes, looked.cuda
         report, usage = self._observe(), self._usage()
         rss, used = self._sizes(processes, usage)
         size = rss + sum(used.values())
@@ -412,7 +427,7 @@ class Source(Common):
             "at": began,
             "failed": failed,
         }
-        key = facts.node_facts(report, self._run, self._criu, self._proc, self._sys)
+        about = self._about(work, service, report)
         seal = self._seal(work)
         if seal:
             record["plain"] = str(seal.plain(record["artefact"]))
@@ -437,7 +452,7 @@ class Source(Common):
                 ("seal", lambda: self._close(work, seal, plain, staged, size)),
                 (
                     "publish",
-                    lambda: self._publish(work, service, record, processes, staged, key, order, timings, known.end()),
+                    lambda: self._publish(work, service, record, processes, staged, about, timings, known.end()),
                 ),
             ):
                 act()
@@ -472,6 +487,22 @@ class Source(Common):
                 ) from exc
             raise
         return record
+
+    def _about(self, work: Work, service: Service, report: nvml.Report) -> dict[str, Any]:
+        """What a manifest tells of the node and the service. Asking NVML, systemd or podman takes a while, so that is
+        done before anything stands still."""
+        try:
+            return {
+                "key": facts.node_facts(report, self._run, self._criu, self._proc, self._sys),
+                "gpus": facts.gpu_order(report),
+                "fragment": service.fragment(),
+                "image": service.image() if isinstance(service, Podman) else None,
+            }
+        except ServiceError as exc:
+            expected = "an answer of what runs it"
+            raise self._failed(
+                work, "unsupported_backend", "membership", str(exc), expected, service.status_command
+            ) from exc
 
     def _quiesce(self, work: Work, path: Path, record: dict[str, Any]) -> None:
         def remember(calls: list[dict[str, Any]]) -> None:
@@ -615,8 +646,7 @@ class Source(Common):
         record: dict[str, Any],
         processes: Sequence[tree.Process],
         staged: Path,
-        key: Mapping[str, Any],
-        order: Sequence[Mapping[str, Any]],
+        about: Mapping[str, Any],
         timings: Mapping[str, float],
         known: Mapping[str, Sequence[str]],
     ) -> None:
@@ -628,8 +658,8 @@ class Source(Common):
             "ready": list(work.ready),
             "ready_timeout": work.ready_timeout,
         }
-        box = service if isinstance(service, Podman) else None
-        outside = [] if box else processes  # what a container has open is its image's, or its mounts'
+        # what a container has open is its image's, or its mounts'
+        outside = [] if isinstance(service, Podman) else processes
         files = {one.path: one for process in outside for one in process.files}
         libraries = {path: size for process in outside for path, size in process.libraries}
         manifest = artefact.publish(
@@ -641,16 +671,16 @@ class Source(Common):
                 "workload": {
                     "name": work.name,
                     "unit": service.unit,
-                    "fragment": service.fragment(),
+                    "fragment": about["fragment"],
                     "declared": declared,
-                    "image": box.image() if box else None,
+                    "image": about["image"],
                     "wake": record.get("wake", []),
                 },
                 "backend": {"name": self.name, "format": FORMAT, "options": self._criu_options()},
-                "key": {**key, "backend": FORMAT, **dict(work.save.get("key") or {})},
+                "key": {**about["key"], "backend": FORMAT, **dict(work.save.get("key") or {})},
                 "node": self._node,
                 "members": record["members"],
-                "gpus": order,
+                "gpus": about["gpus"],
                 "journal_sockets": tree.journal_sockets(outside, self._proc),
                 "connections_closed": tree.established(processes, self._proc),
                 "paths": paths,

@@ -8,6 +8,8 @@ This file is also copied to the node and run there by itself, so it imports noth
 - as the child that enters the driver (``suspend.py ACTION PID...``): a call that hangs is then a child to be ended;
 - by the dead-man timer (``suspend.py thaw RECORD``): a controller that disappears must not leave work frozen for ever.
 
+Every start counts while work stands still, so what takes long to import is imported where it is used.
+
 The calls are cuCheckpointProcess* of libcuda (driver 570 and later), or ``cuda-checkpoint`` where a driver has only
 that (555 and later). They act on another process, which needs root or the right to trace it.
 
@@ -25,11 +27,9 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -331,6 +331,8 @@ def held(path: Path, timeout: float = 30.0) -> Any:
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Replace a record in one step: it is as before or as now, also after a power cut or on a full disk."""
+    import tempfile
+
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w") as stream:
@@ -474,6 +476,8 @@ def tidy(record: dict[str, Any]) -> None:
 
 def ask_child(action: str, pids: list[int], pairs: dict[str, str], seconds: float) -> list[Said]:
     """The action in a child with a deadline; who hangs in the driver does not answer, and is left to it."""
+    import tempfile
+
     with tempfile.TemporaryFile() as out:
         argv = [sys.executable, __file__, action, json.dumps({"pairs": pairs}), *map(str, pids)]
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, start_new_session=True)
@@ -521,6 +525,8 @@ def thaw(path: Path, patience: float = 600.0, limit: float = 1200.0) -> str:
             write_record(path, record)
 
         def forget_plain() -> None:
+            import shutil
+
             if record.get("plain"):
                 shutil.rmtree(record["plain"], ignore_errors=True)
 

@@ -615,6 +615,27 @@ def test_a_process_that_was_started_meanwhile_is_not_left_standing(place: Place)
     assert goes_on(place.process)
 
 
+def test_a_process_that_was_started_during_the_check_belongs_to_the_work(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = place.gpus.root / "sys/fs/cgroup/work/cgroup.procs"
+    real = artefact.free_bytes
+    with subprocess.Popen(["sleep", "600"]) as new:
+
+        def slow(path: str | Path) -> int:
+            group.write_text(f"{place.pid}\n{new.pid}\n")
+            return real(path)
+
+        monkeypatch.setattr(artefact, "free_bytes", slow)
+        try:
+            with pytest.raises(CheckpointError, match=rf"no image of PIDs \[{new.pid}\]"):
+                place.backend().capture(place.work)
+        finally:
+            new.kill()
+    assert {one["pid"] for one in place.record()["members"]} == {place.pid, new.pid}
+    assert goes_on(place.process)
+
+
 def test_a_save_during_which_the_timer_came_is_not_used(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store may not answer for so long that the timer no longer waits for whoever holds the record."""
     real = artefact.publish
