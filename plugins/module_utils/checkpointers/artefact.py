@@ -23,7 +23,7 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,6 +216,18 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def _synced(root: Path, paths: Sequence[str]) -> Iterator[None]:
+    """Have files on disk at the end of the block, and hash in it: writing out is waiting and hashing is computing."""
+    for path in paths:
+        start_writing(root / path, 0, 0)
+    with ThreadPoolExecutor(max_workers=_SYNCS) as pool:
+        synced = [pool.submit(_sync, root / path) for path in paths]
+        yield
+        for one in synced:
+            one.result()
+
+
 def publish(
     staged: Path,
     artefact: str,
@@ -235,14 +247,8 @@ def publish(
             Path(folder).chmod(0o700)
             for name in names:
                 Path(folder, name).chmod(0o600)
-        # writing out is waiting and hashing is computing: both at once
-        for path in paths:
-            start_writing(staged / path, 0, 0)
-        with ThreadPoolExecutor(max_workers=_SYNCS) as pool:
-            synced = [pool.submit(_sync, staged / path) for path in paths]
+        with _synced(staged, paths):
             files = hash_files(staged, paths, workers, known)
-            for one in synced:
-                one.result()
         whole = {
             **manifest,
             "schema": SCHEMA,
@@ -331,7 +337,7 @@ def wrong_pieces(root: Path, files: Sequence[Mapping[str, Any]], workers: int = 
 def receive(store: str | Path, manifest: Mapping[str, Any], workers: int = 0) -> list[tuple[str, int]]:
     """Make room for an artefact of another node; the pieces that are still to come, after an interrupted try not all.
 
-    Empty if the whole artefact is here already.
+    Empty if the whole artefact is here already. Nothing is compared that was not here before.
 
     :raises ArtefactError: if it is one this release cannot read, or the disk is too small.
     """
@@ -344,6 +350,7 @@ def receive(store: str | Path, manifest: Mapping[str, Any], workers: int = 0) ->
             raise ArtefactError(f"{final} is another artefact of that name; remove it: rm -r {final}")
         return []
     staged = final.with_name(f"{STAGED}{name}")
+    begun = [file for file in manifest["files"] if not file["size"] or _inside(staged, file).exists()]
     try:
         final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_open(final.parent)
@@ -360,7 +367,10 @@ def receive(store: str | Path, manifest: Mapping[str, Any], workers: int = 0) ->
                 stream.truncate(file["size"])
     except OSError as exc:
         raise ArtefactError(f"cannot make {staged}: {exc.strerror}") from exc
-    return [(path, index) for path, index, dummy in wrong_pieces(staged, manifest["files"], workers)]
+    wrong = {(path, index) for path, index, dummy in wrong_pieces(staged, begun, workers)}
+    known = {file["path"] for file in begun}
+    pieces = [(file["path"], index) for file in manifest["files"] for index in range(len(file["pieces"]))]
+    return [one for one in pieces if one[0] not in known or one in wrong]
 
 
 def accept(store: str | Path, manifest: Mapping[str, Any], workers: int = 0) -> bool:
@@ -373,13 +383,15 @@ def accept(store: str | Path, manifest: Mapping[str, Any], workers: int = 0) -> 
     if final.exists():
         return False
     staged = final.with_name(f"{STAGED}{name}")
-    wrong = wrong_pieces(staged, manifest["files"], workers)
-    if wrong:
-        path, index, what = wrong[0]
-        raise ArtefactError(f"{len(wrong)} pieces of {name} arrived wrong, among them {path}, piece {index}: {what}")
     try:
-        for file in manifest["files"]:
-            _sync(staged / file["path"])
+        here = [file["path"] for file in manifest["files"] if _inside(staged, file).exists()]
+        with _synced(staged, here):
+            wrong = wrong_pieces(staged, manifest["files"], workers)
+        if wrong:
+            path, index, what = wrong[0]
+            raise ArtefactError(
+                f"{len(wrong)} pieces of {name} arrived wrong, among them {path}, piece {index}: {what}"
+            )
         _write_manifest(staged, manifest)
         staged.rename(final)
         _sync(final.parent)
