@@ -27,7 +27,7 @@ if __file__ == sys.argv[0] and os.path.basename(sys.orig_argv[0]) != "nvidia-cud
         os.mkfifo(pipe)
     if os.fork() == 0:
         os.setsid()
-        os.execv("/usr/bin/python3", ["nvidia-cuda-mps-control", "-d", __file__, "-d"])
+        os.execv("/usr/local/lib/nvidia-cuda-mps-control", ["nvidia-cuda-mps-control", "-d", __file__, "-d"])
     sys.exit(0)
 while True:
     with open(pipe) as stream:
@@ -149,13 +149,15 @@ def test_an_agent_that_keeps_nvml_open_is_found_by_what_it_holds(node: Node) -> 
 def test_mps_quits_by_its_pipe_and_comes_back_as_its_user(node: Node) -> None:
     node.sh(
         f"cat >/usr/local/bin/nvidia-cuda-mps-control <<'END'\n{MPS}END\n"
-        "chmod 755 /usr/local/bin/nvidia-cuda-mps-control"
+        "chmod 755 /usr/local/bin/nvidia-cuda-mps-control; "
+        # NVIDIA's is a program, not a script: what runs has its name
+        "cp --dereference /usr/bin/python3 /usr/local/lib/nvidia-cuda-mps-control"
     )
     node.sh(
         "runuser -u ops -- env CUDA_MPS_PIPE_DIRECTORY=/tmp/mps-ops CUDA_VISIBLE_DEVICES=0 nvidia-cuda-mps-control -d"
         " </dev/null >/dev/null 2>&1"
     )
-    daemon = "ps -o user= -C nvidia-cuda-mps-control,python3 -o args= | grep '[n]vidia-cuda-mps-control -d'"
+    daemon = "ps -e -o user=,args= | grep '[n]vidia-cuda-mps-control -d'"
     assert node.sh(daemon).split()[0] == "ops"
     assert node.run("gpu_services", state="stopped")["mps"] == ["/tmp/mps-ops"]
     assert node.sh(daemon, check=False) == ""
