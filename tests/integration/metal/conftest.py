@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,4 +48,41 @@ def fleet(lab: Fleet) -> Iterator[Callable[[int], Fleet]]:
         return fleet
 
     yield take
+    shutil.rmtree(lab.state / "host_vars", ignore_errors=True)
     lab.lab("reset", *used)
+
+
+COUNTED = "/var/lib/gpu-counter"
+
+
+class Counter:
+    """Work that writes each step down before it takes the next, with its count in "GPU" memory: a step that was lost or
+    done twice, or memory that came back wrong, shows."""
+
+    declared: dict[str, Any] = {
+        "name": "counter",
+        "unit": "gpu-counter.service",
+        "ready": ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000')"],
+        "save": {"paths": [COUNTED], "progress": ["sh", "-c", f"wc -l <{COUNTED}/steps.log"]},
+    }
+
+    def start(self, machines: Fleet, node: str) -> None:
+        """Under an id that the others have free, as it would be in a PID namespace."""
+        for name in machines.names:  # stand-in GPUs that are small enough for the machines' memory
+            machines.sh(name, "mkdir -p /etc/nvidia-standin; echo proc_used_mib=8 >>/etc/nvidia-standin/state")
+        machines.sh(node, "echo 20000 >/proc/sys/kernel/ns_last_pid; systemctl start gpu-counter")
+        machines.sh(node, f"timeout 60 sh -c 'until [ -s {COUNTED}/steps.log ]; do sleep 0.2; done'")
+
+    def went_on(self, machines: Fleet, node: str) -> list[str]:
+        """The machines it ran on, one after the other, the last of them ``node``, on which it takes a step more."""
+        log = f"{COUNTED}/steps.log"
+        more = f'had=$(wc -l <{log}); timeout 60 sh -c "until [ \\$(wc -l <{log}) -gt $had ]; do sleep 0.2; done"'
+        rows = [line.split() for line in machines.sh(node, f"{more}; cat {log}").splitlines()]
+        assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1)), "steps were lost or repeated"
+        hosts = [row[1] for row in rows]
+        return [host for index, host in enumerate(hosts) if not index or hosts[index - 1] != host]
+
+
+@pytest.fixture
+def counter() -> Counter:
+    return Counter()

@@ -10,6 +10,7 @@ are the kernel's own doing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from fleet import Fleet
 
@@ -27,10 +28,13 @@ def boot_id(fleet: Fleet, node: str) -> str:
     return fleet.sh(node, "cat /proc/sys/kernel/random/boot_id").strip()
 
 
-def test_three_machines_without_a_reboot(fleet: Start) -> None:
+def test_three_machines_without_a_reboot(fleet: Start, counter: Any) -> None:
     """A third-party module (gdrdrv) uses nvidia on one of them: it is unloaded first and is back afterwards. The clocks
-    of two are hours wrong, each in another direction."""
+    of two are hours wrong, each in another direction. Work of the first moves away by its process image, and comes home
+    by its own save."""
     machines = fleet(3)
+    counter.start(machines, "node1")
+    machines.vary("node1", gpu_workloads=[counter.declared])
     machines.sh("node2", "apt-get install -qq -y gdrdrv-dkms >/dev/null && modprobe gdrdrv; date -s '+7 hours'")
     machines.sh("node3", "date -s '-7 hours'")
     boots = {name: boot_id(machines, name) for name in machines.names}
@@ -42,6 +46,8 @@ def test_three_machines_without_a_reboot(fleet: Start) -> None:
         packages = machines.packages(name)
         assert packages and all(version.startswith(NEW) for version in packages.values()), packages
     assert "gdrdrv" in machines.sh("node2", "cat /proc/modules")
+    first, away, *last = counter.went_on(machines, "node1")
+    assert (first, last) == ("node1", ["node1"]) and away in ("node2", "node3")
 
 
 def test_two_machines_that_cannot_be_emptied(fleet: Start) -> None:
