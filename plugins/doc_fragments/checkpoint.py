@@ -267,6 +267,10 @@ options:
     description: How many are dealt with at a time.
     type: int
     default: 4
+"""
+
+    STORE = r"""
+options:
   store:
     description:
       - Directory on the node for saves, or one that all nodes share. Saves hold the memory of the work with all its
@@ -279,7 +283,7 @@ options:
     default: criu
 """
 
-    SEVERAL = r"""
+    LIMITS = r"""
 options:
   lock_timeout:
     description: Seconds that work submitted to a GPU may take to end.
@@ -289,12 +293,4 @@ options:
     description: Seconds that saved work stands still at most before it is let go on.
     type: int
     default: 900
-  store:
-    description: Directory of saves on the nodes.
-    type: path
-    default: /var/lib/gpufleet/store
-  criu:
-    description: CRIU's program.
-    type: str
-    default: criu
 """

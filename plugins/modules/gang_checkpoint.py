@@ -19,7 +19,8 @@ author: gpufleet.driver contributors (@gpufleet)
 extends_documentation_fragment:
   - gpufleet.driver.attributes
   - gpufleet.driver.attributes.node
-  - gpufleet.driver.checkpoint.several
+  - gpufleet.driver.checkpoint.store
+  - gpufleet.driver.checkpoint.limits
   - gpufleet.driver.node
 attributes:
   check_mode:

@@ -20,6 +20,8 @@ extends_documentation_fragment:
   - gpufleet.driver.attributes
   - gpufleet.driver.attributes.node
   - gpufleet.driver.checkpoint
+  - gpufleet.driver.checkpoint.store
+  - gpufleet.driver.checkpoint.limits
   - gpufleet.driver.node
 attributes:
   check_mode:
@@ -55,14 +57,6 @@ options:
   node:
     description: Name of this node, for messages and the manifest. The host name if it is not given.
     type: str
-  lock_timeout:
-    description: Seconds that work submitted to a GPU may take to end.
-    type: int
-    default: 10
-  freeze_limit:
-    description: Seconds that saved work stands still at most before it is let go on.
-    type: int
-    default: 900
 seealso:
   - module: gpufleet.driver.workload_restore
   - module: gpufleet.driver.checkpoint_info

@@ -21,6 +21,7 @@ extends_documentation_fragment:
   - gpufleet.driver.attributes
   - gpufleet.driver.attributes.node
   - gpufleet.driver.checkpoint
+  - gpufleet.driver.checkpoint.store
   - gpufleet.driver.node
 attributes:
   check_mode:
